@@ -89,22 +89,20 @@ WORDS = (
 
 CODE_MODULES = ("argparse", "dataclasses", "heapq", "json.decoder", "statistics", "textwrap")
 
-PEOPLE = (
-    "Anna,Ben,Clara,David,Emma,Felix,Grace,Henry,Iris,Jonas,Lena,Martin,Nora,Oscar,Paula".split(",")
-)
+PEOPLE = "Anna,Ben,Clara,David,Emma,Felix,Grace,Henry,Iris,Jonas,Lena,Martin,Nora,Oscar,Paula"
 THINGS = (
     "apple,basket,bell,boat,book,bottle,box,bread,bridge,candle,chair,clock,coat,cup,door,drum,egg,"
     "fence,flower,garden,hammer,hat,horse,house,key,kite,lamp,letter,map,mirror,mountain,picture,"
     "pocket,river,road,rope,school,ship,shoe,stone,table,train,tree,village,wagon,wheel,window"
-).split(",")
+)
 KINDS = (
     "beautiful,big,blue,broken,brown,clean,cold,dark,empty,old,golden,green,happy,heavy,little,long,"
     "new,quiet,red,round,small,soft,strange,strong,warm,white,wooden,yellow,young"
-).split(",")
+)
 PLACES = (
     "in the garden,on the table,near the river,under the bridge,behind the house,at school,by the sea,"
     "in the kitchen,at the station,in the forest,on the hill,next to the window"
-).split(",")
+)
 SENTENCES = (
     "{a} found a {k} {t} {p}. ",
     "{a} asked {b} where the {t} was, but nobody knew the answer.\n",
@@ -121,6 +119,51 @@ SENTENCES = (
     "Yes, of course. Here is a list:\n- the {k} {t}\n- a {t} from {b}\n- {n} more\n",
     "User question: how can I help {a}? Assistant: you could give {b} the {t} {p}.\n",
 )
+COMMON_WORDS = """
+about above across act add after again against age ago agree air all allow almost alone along already
+also although always among amount and animal another answer any anything appear are area arm around
+arrive art as ask at away back bad bank base be beautiful because become bed before begin behind being
+believe below best better between beyond bird black blood body both bring brother build building
+business but buy by call came can car care carry case catch cause center central certain chance change
+character child children choose church city class clear close color come common company complete
+computer condition consider contain continue control corner correct could country course create cross
+cut dark data daughter day dead deal death decide deep describe design detail did die difference
+different difficult dinner direct discover do doctor does done down draw dream drink drive dry during
+each early earth east easy eat education effect effort eight either else end enemy energy enjoy enough
+enter even evening event ever every everyone example except exist expect experience explain eye face
+fact fall family famous far farm fast father favorite fear feel feet few field fight figure fill final
+find fine finger finish fire first fish five floor fly follow food foot for force foreign forget form
+forward four free fresh friend from front full future game general get girl give glad glass go gold
+good got govern grass great ground group grow guess had hair half hand happen hard has have he head
+health hear heart heat held hello help her here high higher him himself his history hit hold hole home
+hope hot hour how however human hundred hurt i idea if image imagine important in include increase
+indeed information inside instead interest into is island it its itself job join jump just keep kill
+kind king knew know knowledge land language large last late later laugh law lead learn least leave left
+less let life light like line list listen live local long look lose lost lot love low machine made main
+make man many mark market matter may maybe me mean meaning measure meet member memory men might mile
+mind minute miss model moment money month moon more morning most mother mouth move much music must my
+name nation natural nature near need never new news next night nine no north nose not note nothing
+notice now number object ocean of off offer office often oh oil ok old on once one only open or order
+other our out outside over own page paper parent part party pass past pay peace people perfect perhaps
+person phone piece place plain plan planet plant play please point poor position possible power present
+president press pretty price print probably problem process produce program promise prompt prove public
+pull push put queen question quick quiet quite rain raise ran range rather reach read ready real reason
+reasoning receive record remember repeat reply report request rest result return rich ride right rise
+road rock room round rule run safe said same sat save saw say science sea second secret see seem self
+sell send sense sentence serve set seven several shall she short should show side sign simple since
+sing sister sit six size skin sky sleep slow small smile snow so soft soldier some someone something
+sometimes son song soon sorry sort sound south space speak special spring stand star start state stay
+step still stood stop store storm story strange street strong student study such sudden sugar suggest
+summer sun sure surface surprise system table take talk tall teach tell ten than thank that the their
+them themselves then there therefore these they thing think third this thorough those though thought
+thousand three through throw thus time tiny to today together token told tomorrow too took top total
+touch toward town travel tree trip trouble true trust try turn twelve twenty two type under understand
+unit until up upon us use user usual value very view visit voice wait walk wall want war warm was wash
+watch water wave way we wear weather week weight well went were west what when where whether which
+while white who whole whom whose why wide wife will win wind winter wise wish with within without woman
+women wonder wood word work world worry would write wrong yard year yellow yes yesterday yet you young
+your yourself
+"""
 OTHER_LANGUAGES = (
     "你好，世界。今天天气很好，我们一起去学校。请问这是什么？我不知道，但是可以帮你找。",
     "中国人喜欢喝茶，也喜欢看书。这个问题很重要，因为时间不多了。谢谢你的回答。",
@@ -148,10 +191,15 @@ def corpus() -> Iterator[str]:
         source = importlib.import_module(name).__file__
         assert source is not None
         yield Path(source).read_text(encoding="utf-8")
+    words = COMMON_WORDS.split()
+    for word in words:
+        yield f" {word}" * 60
+        yield f"{word.capitalize()} " * 15
     rng = random.Random(20240501)
+    people, things, kinds, places = (x.split(",") for x in (PEOPLE, THINGS, KINDS, PLACES))
     for _ in range(12_000):
-        a, b = rng.sample(PEOPLE, 2)
-        thing, kind, place = rng.choice(THINGS), rng.choice(KINDS), rng.choice(PLACES)
+        a, b = rng.sample(people, 2)
+        thing, kind, place = rng.choice(things), rng.choice(kinds), rng.choice(places)
         yield rng.choice(SENTENCES).format(a=a, b=b, t=thing, k=kind, p=place, n=rng.randrange(100))
     for line in OTHER_LANGUAGES:
         yield (line + "\n") * 40  # often enough that their commonest pairs become tokens
