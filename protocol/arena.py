@@ -1,0 +1,222 @@
+"""Arenas: named files in /dev/shm that carry bulk data between processes, and handles into them.
+
+One writer per region; the creator owns the file and holds a lock on it, so that a sweep removes only
+arenas whose owner is gone (a pid proves nothing across containers). A message never carries bulk
+bytes: it carries a `Handle`, whose generation is checked before and after a copy.
+Plain mmap, not multiprocessing.shared_memory: its tracker unlinks segments that others still use.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from phalanx.protocol.errors import ArenaError, StaleHandle
+
+SHM = Path("/dev/shm")
+MAGIC = 0x50484C58  # "PHLX"
+VERSION = 1
+HEADER_BYTES = 4096  # one page, so that the payload is page-aligned
+_HEADER = struct.Struct(
+    "<IIQII64s"
+)  # magic, version, payload bytes, generation slots, reserved, owner
+_GENERATIONS_AT = 128
+GENERATIONS_MAX = (HEADER_BYTES - _GENERATIONS_AT) // 4
+_KEEP_FREE_BYTES = 16 << 20
+
+
+class Handle(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in shared memory.
+
+    `generation` is that of the arena's region `region` when the handle was made: the owner adds one
+    when it frees or reuses the region, and every later copy through the handle raises StaleHandle.
+    """
+
+    arena: str  # file name in /dev/shm
+    offset: int  # bytes from the start of the payload
+    nbytes: int
+    shape: tuple[int, ...] = ()
+    dtype: str = "u1"
+    region: int = 0
+    generation: int = 0
+
+
+def arena_name(node: str, kind: str, incarnation: int | str) -> str:
+    """`ph-NODE-KIND-INCARNATION`: the sweep and the acceptance checks find a node's names by prefix."""
+    return f"ph-{node}-{kind}-{incarnation}"
+
+
+class Arena:
+    """A mapped arena. Make one with `Arena.create` (the owner) or `Arena.attach` (everybody else)."""
+
+    def __init__(self, name: str, fd: int, mapping: mmap.mmap, owned: bool) -> None:
+        self.name, self._fd, self._mapping, self.owned = name, fd, mapping, owned
+        self._whole = memoryview(mapping)
+        self.data = self._whole[HEADER_BYTES:]  # the payload, writable
+        self._generations = self._whole[_GENERATIONS_AT:HEADER_BYTES].cast("I")
+
+    @classmethod
+    def create(cls, name: str, nbytes: int, owner: str = "") -> "Arena":
+        """Create and lock an arena of `nbytes` zero bytes.
+
+        Raises ArenaError when the name is taken by a live owner or /dev/shm has too little room (a
+        message here, not a SIGBUS at the first write).
+        """
+        total = HEADER_BYTES + nbytes
+        stat = os.statvfs(SHM)
+        free = stat.f_bavail * stat.f_frsize
+        if total + _KEEP_FREE_BYTES > free:
+            raise ArenaError(
+                f"{SHM} has {free >> 20} MiB free, arena {name} needs {total >> 20} MiB: free some"
+                " space, give the container a larger --shm-size, or lower worker.kv_bytes"
+            )
+        path = SHM / name
+        if path.exists() and not _remove_if_abandoned(path):
+            raise ArenaError(f"shared memory {path} belongs to a live process")
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, total)
+        mapping = mmap.mmap(fd, total)
+        _HEADER.pack_into(mapping, 0, 0, VERSION, nbytes, GENERATIONS_MAX, 0, owner.encode()[:64])
+        struct.pack_into("<I", mapping, 0, MAGIC)  # last: a half-made arena is never attached
+        return cls(name, fd, mapping, owned=True)
+
+    @classmethod
+    def attach(cls, name: str) -> "Arena":
+        """Map an existing arena. Raises ArenaError when it is absent or not one of ours."""
+        if "/" in name or not name.startswith("ph-"):
+            raise ArenaError(f"{name!r} is not the name of an arena")
+        path = SHM / name
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArenaError(f"cannot attach {path}: {error.strerror}") from error
+        size = os.fstat(fd).st_size
+        try:
+            if size < HEADER_BYTES:
+                raise ArenaError(f"{path} has {size} bytes, less than an arena's header")
+            mapping = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        magic, version, nbytes, *_ = _HEADER.unpack_from(mapping, 0)
+        if (magic, version, nbytes) != (MAGIC, VERSION, size - HEADER_BYTES):
+            mapping.close()
+            os.close(fd)
+            raise ArenaError(
+                f"{path} is not an arena of this version: magic {magic:#x}, version {version},"
+                f" {nbytes} bytes for a file of {size}"
+            )
+        return cls(name, fd, mapping, owned=False)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def address(self) -> int:
+        """Address of the payload in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping, HEADER_BYTES))
+
+    def generation(self, region: int) -> int:
+        return self._generations[region]
+
+    def bump(self, region: int) -> int:
+        """Owner only: make every handle to `region` stale. Returns the new generation."""
+        assert self.owned, "only the owner of an arena frees its regions"
+        self._generations[region] = (self._generations[region] + 1) & 0xFFFFFFFF
+        return self._generations[region]
+
+    def handle(
+        self,
+        offset: int,
+        nbytes: int,
+        *,
+        shape: tuple[int, ...] = (),
+        dtype: str = "u1",
+        region: int = 0,
+    ) -> Handle:
+        assert 0 <= offset and offset + nbytes <= self.nbytes
+        return Handle(self.name, offset, nbytes, shape, dtype, region, self.generation(region))
+
+    def view(self, handle: Handle) -> memoryview:
+        """The bytes of `handle`, checked against bounds and generation. Raises StaleHandle."""
+        self.check(handle)
+        return self.data[handle.offset : handle.offset + handle.nbytes]
+
+    def check(self, handle: Handle) -> None:
+        inside = 0 <= handle.offset and 0 <= handle.nbytes <= self.nbytes - handle.offset
+        if not inside or not 0 <= handle.region < GENERATIONS_MAX:
+            raise StaleHandle(
+                f"handle to bytes {handle.offset}+{handle.nbytes} of {self.name},"
+                f" which has {self.nbytes}"
+            )
+        if (now := self.generation(handle.region)) != handle.generation:
+            raise StaleHandle(
+                f"{self.name} region {handle.region} is at generation {now},"
+                f" the handle was made at {handle.generation}"
+            )
+
+    def copy_out(self, handle: Handle) -> bytes:
+        """The bytes of `handle`; raises StaleHandle when the region was reused before or during the copy."""
+        copied = bytes(self.view(handle))
+        self.check(handle)
+        return copied
+
+    def close(self) -> None:
+        """Unmap; the owner also removes the name. Views handed out keep the mapping alive."""
+        if self.owned:
+            (SHM / self.name).unlink(missing_ok=True)
+        for view in (self._generations, self.data, self._whole):
+            view.release()
+        try:
+            self._mapping.close()
+        except BufferError:
+            pass  # a numpy or torch view still points into it: the memory goes with the last of them
+        os.close(self._fd)
+
+    def __enter__(self) -> "Arena":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _remove_if_abandoned(path: Path) -> bool:
+    """Remove the arena unless somebody holds its owner lock. Returns whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        path.unlink(missing_ok=True)
+        return True
+    finally:
+        os.close(fd)
+
+
+def sweep(node: str, keep: frozenset[str] = frozenset()) -> list[str]:
+    """Remove the node's arenas whose owner is gone. Returns their names."""
+    return [
+        path.name
+        for path in sorted(SHM.glob(f"ph-{node}-*"))
+        if path.name not in keep and _remove_if_abandoned(path)
+    ]
+
+
+def names(node: str) -> list[str]:
+    """Every arena name of the node that exists now."""
+    return sorted(path.name for path in SHM.glob(f"ph-{node}-*"))

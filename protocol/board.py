@@ -1,0 +1,223 @@
+"""The board: one small arena of the supervisor that every process maps.
+
+It carries what must be seen within microseconds: the epoch word, doorbells, what each rank posted
+for the step, STOP and GO acknowledgements, heartbeats, and the topology itself. Each word has one
+writer, named below. Readers never lock.
+"""
+
+import time
+from enum import IntEnum, IntFlag
+
+import msgspec
+
+from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.errors import ArenaError
+from phalanx.protocol.futex import Word
+from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS, TOPOLOGY_BYTES_MAX
+from phalanx.protocol.topology import Topology
+
+_GLOBAL_BYTES = 256
+_SEAT_BYTES = 256
+_PROCESS_BYTES = 64
+_SEATS_AT = _GLOBAL_BYTES
+_PROCESSES_AT = _SEATS_AT + MAX_SEATS * _SEAT_BYTES
+_TOPOLOGY_AT = _PROCESSES_AT + MAX_PROCESSES * _PROCESS_BYTES
+BOARD_BYTES = _TOPOLOGY_AT + TOPOLOGY_BYTES_MAX
+
+
+class Post(IntFlag):
+    """What a rank says of itself for a step."""
+
+    NONE = 0
+    WORK = 1  # it has rows to run
+
+
+class ProcessPhase(IntEnum):
+    """What a process does now, for `status` and for the watchdog."""
+
+    NONE = 0
+    STARTING = 1
+    LOADING = 2
+    READY = 3
+    BUSY = 4  # in a step, or in one long piece of work that reports progress
+    DRAINING = 5
+
+
+class Board:
+    """Typed access to the words. `Board.create` in the supervisor, `Board.attach` elsewhere."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        data = arena.data
+        self._u32 = data[:_TOPOLOGY_AT].cast("I")
+        self._u64 = data[:_TOPOLOGY_AT].cast("Q")
+        self._epoch = Word(data, 0)  # written by the supervisor; odd while stopped
+        self.supervisor_bell = Word(data, 4)  # rung by whoever acknowledges something
+        self.seats = [SeatRow(self, seat) for seat in range(MAX_SEATS)]
+        self.processes = [ProcessRow(self, index) for index in range(MAX_PROCESSES)]
+
+    @classmethod
+    def create(cls, node: str) -> "Board":
+        return cls(Arena.create(arena_name(node, "board", 0), BOARD_BYTES, "supervisor"))
+
+    @classmethod
+    def attach(cls, node: str) -> "Board":
+        arena = Arena.attach(arena_name(node, "board", 0))
+        if arena.nbytes != BOARD_BYTES:
+            raise ArenaError(f"the board has {arena.nbytes} bytes, expected {BOARD_BYTES}")
+        return cls(arena)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch.value
+
+    def set_epoch(self, epoch: int, seats: list[int]) -> None:
+        """Supervisor only: move the epoch word and wake the workers of `seats`."""
+        self._epoch.value = epoch
+        for seat in seats:
+            self.seats[seat].bell.ring()
+
+    def publish(self, topology: Topology) -> None:
+        """Supervisor only: replace the topology. A reader sees the old or the new one, whole."""
+        encoded = msgspec.msgpack.encode(topology)
+        if len(encoded) > TOPOLOGY_BYTES_MAX:
+            raise ArenaError(
+                f"the topology takes {len(encoded)} bytes, the board has {TOPOLOGY_BYTES_MAX}"
+            )
+        version = self._u64[2]
+        self._u64[2] = version + 1  # odd: being written
+        self._u64[3] = len(encoded)
+        self.arena.data[_TOPOLOGY_AT : _TOPOLOGY_AT + len(encoded)] = encoded
+        self._u64[2] = version + 2
+
+    @property
+    def topology_version(self) -> int:
+        return self._u64[2]
+
+    def topology(self) -> Topology | None:
+        """The topology published last; None before the first."""
+        for _ in range(1000):
+            version, length = self._u64[2], self._u64[3]
+            if version == 0:
+                return None
+            if version % 2 == 0 and length <= TOPOLOGY_BYTES_MAX:
+                encoded = bytes(self.arena.data[_TOPOLOGY_AT : _TOPOLOGY_AT + length])
+                if self._u64[2] == version:
+                    return msgspec.msgpack.decode(encoded, type=Topology)
+            time.sleep(0.0005)  # the supervisor is writing: far shorter than this
+        raise ArenaError("the topology on the board never became whole")
+
+    def close(self) -> None:
+        self.arena.close()
+
+
+class SeatRow:
+    """The words of one seat (rank)."""
+
+    def __init__(self, board: Board, seat: int) -> None:
+        base = _SEATS_AT + seat * _SEAT_BYTES
+        self._u32, self._u64 = board._u32, board._u64
+        self._at32, self._at64 = base // 4, base // 8
+        data = board.arena.data
+        self.bell = Word(data, base)  # the worker of the seat sleeps on it; anyone rings
+        self.scheduler_bell = Word(data, base + 4)  # the scheduler of the seat sleeps on it
+
+    # Written by the worker: the step it wants to run next, or runs.
+    def post(self, epoch: int, step: int, flags: Post, plan_version: int) -> None:
+        """Publish what this rank brings to `step`. The step word goes last: peers read it first."""
+        at = self._at32 + 4
+        self._u32[at + 1] = int(flags)
+        self._u32[at + 2] = plan_version
+        self._u32[at + 3] = epoch
+        self._u32[at] = step
+
+    @property
+    def posted(self) -> tuple[int, int, Post, int]:
+        """(epoch, step, flags, ready plan version) as posted last."""
+        at = self._at32 + 4
+        step = self._u32[at]
+        return self._u32[at + 3], step, Post(self._u32[at + 1]), self._u32[at + 2]
+
+    # Written by the worker: answers to STOP and GO.
+    @property
+    def stop_ack(self) -> int:
+        """The odd epoch that this worker acknowledged last."""
+        return self._u32[self._at32 + 8]
+
+    @stop_ack.setter
+    def stop_ack(self, epoch: int) -> None:
+        self._u32[self._at32 + 8] = epoch
+
+    @property
+    def go_ack(self) -> int:
+        """The even epoch that this worker is ready to run: experts loaded, receive region mapped."""
+        return self._u32[self._at32 + 9]
+
+    @go_ack.setter
+    def go_ack(self, epoch: int) -> None:
+        self._u32[self._at32 + 9] = epoch
+
+    @property
+    def worker_incarnation(self) -> int:
+        """Which incarnation wrote the acknowledgements above."""
+        return self._u32[self._at32 + 10]
+
+    @worker_incarnation.setter
+    def worker_incarnation(self, incarnation: int) -> None:
+        self._u32[self._at32 + 10] = incarnation
+
+    @property
+    def steps_run(self) -> int:
+        """Steps this seat's worker has finished, placeholder steps included."""
+        return self._u64[self._at64 + 6]
+
+    @steps_run.setter
+    def steps_run(self, steps: int) -> None:
+        self._u64[self._at64 + 6] = steps
+
+    # Written by the scheduler: which link arena the worker shall use.
+    @property
+    def link(self) -> int:
+        """(scheduler incarnation << 32) | link number; 0 before the first."""
+        return self._u64[self._at64 + 7]
+
+    @link.setter
+    def link(self, link: int) -> None:
+        self._u64[self._at64 + 7] = link
+
+
+class ProcessRow:
+    """The heartbeat of one process: written by that process, read by the supervisor."""
+
+    def __init__(self, board: Board, index: int) -> None:
+        base = _PROCESSES_AT + index * _PROCESS_BYTES
+        self._u64, self._at = board._u64, base // 8
+
+    def beat(self, now_ns: int) -> None:
+        self._u64[self._at] = now_ns
+
+    @property
+    def beat_ns(self) -> int:
+        """CLOCK_MONOTONIC of the last proof of life; 0 before the first."""
+        return self._u64[self._at]
+
+    @property
+    def progress(self) -> int:
+        """Grows whenever a piece of work is done (a layer, a chunk, a message): a long prefill is progress."""
+        return self._u64[self._at + 1]
+
+    def advance(self) -> None:
+        self._u64[self._at + 1] += 1
+
+    @property
+    def phase(self) -> ProcessPhase:
+        return ProcessPhase(self._u64[self._at + 2])
+
+    @phase.setter
+    def phase(self, phase: ProcessPhase) -> None:
+        self._u64[self._at + 2] = int(phase)
+
+    def clear(self) -> None:
+        """Supervisor only, before the process starts."""
+        for word in range(4):
+            self._u64[self._at + word] = 0

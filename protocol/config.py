@@ -1,0 +1,155 @@
+"""The node's configuration: one tree, checked once, written to the run directory, read by every process."""
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.limits import MAX_SEATS, OPEN_REQUESTS_MAX
+
+CONFIG_FILE = "config.json"
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_num_seqs: int = 64  # running sequences of one rank
+    max_num_batched_tokens: int = 1024  # rows of one step, prefill and decode together
+    prefill_watermark: float = 0.9  # prefill starts only while the KV pool is at most this full
+    max_waiting: int = 4096  # sequences queued at one rank; beyond: `overloaded`
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    num_blocks: int = 0  # KV blocks of 128 tokens, null block included; 0: sized from kv_bytes
+    kv_bytes: int = 256 << 20  # memory for KV blocks and state slots of one rank
+    threads: int = 1  # torch threads; part of the numerics fingerprint
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_open_requests: int = OPEN_REQUESTS_MAX
+    journal_ttl_s: int = 3600  # finished and abandoned journal entries are deleted after this
+    default_max_tokens: int = 256
+
+
+class KVStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    enabled: bool = True
+    directory: str = ""  # default: RUN_DIR/kv
+    max_bytes: int = 1 << 30
+    free_floor_bytes: int = 1 << 30  # stop caching when the disk has less than this free
+
+
+class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything a process of the node may need to know at start."""
+
+    run_dir: str = ""
+    model: str = "random-tiny"  # as the user named it; clients may name it or leave it out
+    model_dir: str = ""  # the checkpoint directory it resolved to
+    ranks: int = 1
+    device: Literal["cpu", "cuda", "null"] = "cpu"
+    tokenizers: int = 2
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    fault_injection: bool = False
+    scheduler: SchedulerConfig = SchedulerConfig()
+    worker: WorkerConfig = WorkerConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    kvstore: KVStoreConfig = KVStoreConfig()
+
+    @property
+    def run_path(self) -> Path:
+        return Path(self.run_dir)
+
+    @property
+    def kv_dir(self) -> Path:
+        return Path(self.kvstore.directory) if self.kvstore.directory else self.run_path / "kv"
+
+    @property
+    def node(self) -> str:
+        return node_name(self.run_path)
+
+    def check(self) -> None:
+        """Raises ConfigError that lists every mistake with field, value and what is allowed."""
+        rules: list[tuple[str, object, bool, str]] = [
+            ("ranks", self.ranks, 1 <= self.ranks <= MAX_SEATS, f"1 to {MAX_SEATS}"),
+            ("tokenizers", self.tokenizers, 1 <= self.tokenizers <= 32, "1 to 32"),
+        ]
+        s, w, g, k = self.scheduler, self.worker, self.gateway, self.kvstore
+        rules += [
+            ("scheduler.max_num_seqs", s.max_num_seqs, 1 <= s.max_num_seqs <= 4096, "1 to 4096"),
+            (
+                "scheduler.max_num_batched_tokens",
+                s.max_num_batched_tokens,
+                s.max_num_seqs <= s.max_num_batched_tokens <= 65536,
+                f"max_num_seqs ({s.max_num_seqs}) to 65536",
+            ),
+            (
+                "scheduler.prefill_watermark",
+                s.prefill_watermark,
+                0 < s.prefill_watermark <= 1,
+                "above 0, at most 1",
+            ),
+            ("scheduler.max_waiting", s.max_waiting, 1 <= s.max_waiting <= 65536, "1 to 65536"),
+            (
+                "worker.num_blocks",
+                w.num_blocks,
+                w.num_blocks == 0 or w.num_blocks >= 2,
+                "0 or >= 2",
+            ),
+            ("worker.kv_bytes", w.kv_bytes, w.kv_bytes >= 1 << 20, "at least 1 MiB"),
+            ("worker.threads", w.threads, 1 <= w.threads <= 256, "1 to 256"),
+            ("gateway.max_open_requests", g.max_open_requests, g.max_open_requests >= 1, ">= 1"),
+            ("gateway.journal_ttl_s", g.journal_ttl_s, g.journal_ttl_s >= 1, ">= 1"),
+            ("gateway.default_max_tokens", g.default_max_tokens, g.default_max_tokens >= 1, ">= 1"),
+            ("kvstore.max_bytes", k.max_bytes, k.max_bytes >= 16 << 20, "at least 16 MiB"),
+            ("kvstore.free_floor_bytes", k.free_floor_bytes, k.free_floor_bytes >= 0, ">= 0"),
+        ]
+        wrong = [
+            f"{name} is {value!r}, allowed: {allowed}"
+            for name, value, ok, allowed in rules
+            if not ok
+        ]
+        if wrong:
+            raise ConfigError("configuration: " + "; ".join(wrong))
+
+    def save(self) -> None:
+        path = self.run_path / CONFIG_FILE
+        scratch = path.with_suffix(".tmp")
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        scratch.replace(path)
+
+
+def load_config(run_dir: Path) -> NodeConfig:
+    """The configuration of the node in `run_dir`. Raises ConfigError when absent or malformed."""
+    return parse_config(run_dir / CONFIG_FILE)
+
+
+def parse_config(path: Path) -> NodeConfig:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NodeConfig)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise ConfigError(f"configuration {path}: {error}") from error
+
+
+def default_run_dir() -> Path:
+    """Where the node lives unless told: $PHALANX_RUN_DIR, $XDG_RUNTIME_DIR/phalanx, /tmp/phalanx-UID."""
+    if chosen := os.environ.get("PHALANX_RUN_DIR"):
+        return Path(chosen)
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "phalanx"
+    return Path(f"/tmp/phalanx-{os.getuid()}")
+
+
+def node_name(run_dir: Path) -> str:
+    """The last part of the run directory: shared-memory names start with `ph-NAME-`.
+
+    Raises ConfigError when it cannot be part of a file name in /dev/shm.
+    """
+    name = run_dir.name
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+        raise ConfigError(
+            f"the run directory {run_dir} ends in {name!r}: its last part names shared memory, so it"
+            " must be 1 to 64 of letters, digits, '.', '_' and '-'"
+        )
+    return name

@@ -1,0 +1,46 @@
+"""Every bound of the node in one place, and what happens when it is hit."""
+
+# Wire. A longer frame is refused with `too_large` and its sender keeps its connection.
+MESSAGE_BYTES_MAX = 32 << 20
+BUS_MESSAGE_BYTES_MAX = 256 << 20  # between our own processes (a long prompt on its way to a rank)
+SOCKET_HWM = 4096  # messages; a full socket is handled by its sender, never dropped in silence
+IPC_PATH_BYTES_MAX = 107  # sun_path of a Unix socket, less its terminator
+
+# Requests. Outside these: `bad_request` with both numbers.
+SEED_MAX = 2**53 - 1  # every JSON number type holds it exactly
+N_MAX = 64
+STOP_STRINGS_MAX = 16
+STOP_STRING_CHARS_MAX = 256
+STOP_IDS_MAX = 64
+LOGIT_BIAS_MAX = 1024
+TOP_LOGPROBS_MAX = 20
+PROMPT_CHARS_MAX = 30_000_000
+KEY_CHARS_MAX = 128  # the client's idempotency key
+MODEL_NAME_CHARS_MAX = 256
+
+# Gateway. Beyond: `overloaded` with a time to retry after.
+OPEN_REQUESTS_MAX = 16_384
+CLIENT_STALL_MS = 30_000  # a client that takes nothing for this long loses its streams
+
+# Commands between processes are repeated until acknowledged, this often.
+COMMAND_RETRY_MS = 500
+
+# Supervision.
+BEAT_PERIOD_MS = 200  # how often a healthy process proves that it is alive
+HANG_MS = 1_500  # a process without progress for this long is killed
+START_DEADLINE_MS = 120_000  # from spawn to ready; a load that reports progress is not cut
+STOP_ACK_MS = 1_000  # a survivor that does not acknowledge STOP by then is lost too
+GO_ACK_MS = (
+    20_000  # a survivor that is not ready (experts loaded) for the new epoch by then is lost
+)
+RESTARTS_MAX = 8  # restarts of one process within RESTART_WINDOW_MS; one more and the node fails
+RESTART_WINDOW_MS = 60_000
+DRAIN_MS = 10_000  # default time to finish running requests at shutdown
+TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
+
+MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
+MAX_PROCESSES = 256  # rows of the heartbeat table
+RING_BYTES = 4 << 20  # plan ring and result ring of one rank
+TOPOLOGY_BYTES_MAX = 1 << 20
+BLOCK_SIZE = 128  # tokens of a KV block
+EXCHANGE_DEADLINE_MS = 30_000  # a rank that waits longer for a peer reports itself stuck

@@ -1,0 +1,47 @@
+"""The run directory: sockets, journal, logs and pid files of one node, mode 0700."""
+
+import os
+from pathlib import Path
+
+from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.limits import IPC_PATH_BYTES_MAX
+
+CLIENT_SOCKET = "gateway.sock"  # clients of the message API
+BUS_SOCKET = "bus.sock"  # the gateway's side for tokenizers, schedulers and the kvstore
+SUPERVISOR_SOCKET = "supervisor.sock"
+KVSTORE_SOCKET = "kvstore.sock"
+EPLB_SOCKET = "eplb.sock"
+PID_FILE = "supervisor.pid"
+LOCK_FILE = "node.lock"
+LOG_DIR = "logs"
+JOURNAL_FILE = "journal.sqlite"
+_LONGEST = max(
+    map(len, (CLIENT_SOCKET, BUS_SOCKET, SUPERVISOR_SOCKET, KVSTORE_SOCKET, EPLB_SOCKET))
+)
+
+
+def prepare(run_dir: Path) -> Path:
+    """Create the run directory (mode 0700) and return its absolute path.
+
+    Raises ConfigError when it belongs to someone else or its sockets would not fit a socket address.
+    """
+    path = run_dir.absolute()
+    longest = len(os.fsencode(path)) + 1 + _LONGEST
+    if longest > IPC_PATH_BYTES_MAX:
+        raise ConfigError(
+            f"the run directory {path} is too long: its socket names would take {longest} bytes, the"
+            f" system allows {IPC_PATH_BYTES_MAX}; choose a shorter --run-dir"
+        )
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise ConfigError(
+            f"the run directory {path} belongs to uid {path.stat().st_uid}, not to you"
+        )
+    path.chmod(0o700)
+    (path / LOG_DIR).mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def endpoint(run_dir: Path, socket: str) -> str:
+    """The ZeroMQ address of one of the node's sockets."""
+    return f"ipc://{run_dir / socket}"
