@@ -13,6 +13,7 @@ import os
 import struct
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 import msgspec
 
@@ -179,7 +180,7 @@ class Arena:
             pass  # a numpy or torch view still points into it: the memory goes with the last of them
         os.close(self._fd)
 
-    def __enter__(self) -> "Arena":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

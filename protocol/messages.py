@@ -1,0 +1,585 @@
+"""Every message that crosses a process boundary, in the order a request meets them.
+
+Frozen, plain, small; bulk data stays in shared memory and a `Handle` names it. On the wire each is
+a MessagePack map whose `type` field names the struct (`docs/protocol.md`). Three kinds, three rules:
+
+* Commands carry a `call` id and are repeated until answered; an answer carries the same `call`. A
+  receiver treats a repeated command as the same command.
+* Token messages are fenced by the producer's (seat, incarnation) and the request's `attempt`, and
+  ordered by (request_id, index, offset): a gap asks for a resend, a duplicate is dropped.
+* Step traffic (`steps.py`) goes through rings and is fenced by the epoch.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from phalanx.protocol.arena import Handle
+from phalanx.protocol.errors import Code
+
+PROTOCOL_VERSION = 1
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
+    """Base of all messages; subclasses are tagged with their class name."""
+
+
+# ---------------------------------------------------------------- sampling
+
+
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How one request's tokens are chosen and when it ends. Limits: `services/gateway/validate.py`."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # in (0, 1]
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # in [0, 1)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None  # drawn by the gateway when absent, returned on acceptance
+    max_tokens: int | None = None
+    min_tokens: int = 0  # no end token, stop id or stop string counts before this many outputs
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    first_n_token_no_eos: int = 0  # the end token is banned for this many first outputs
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+
+
+# ---------------------------------------------------------------- client <-> gateway
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    role: str
+    content: str
+
+
+class Generate(Message, frozen=True):
+    """Start a request. Exactly one of `prompt`, `prompt_token_ids`, `messages`."""
+
+    call: int
+    prompt: str | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    sampling: Sampling = Sampling()
+    n: int = 1  # sequences with seeds derived from (seed, index); a Final each
+    stream: bool = True  # False: one Delta with everything, just before each Final
+    model: str = ""
+    key: str = ""  # idempotency: the same key within the journal's memory is the same request
+    v: int = PROTOCOL_VERSION
+
+
+class Accepted(Message, frozen=True):
+    """The request is journalled: from here on it ends with exactly one Final for each index."""
+
+    call: int
+    request_id: str  # 32 hex digits, chosen by the gateway
+    seed: int
+    prompt_tokens: int
+    n: int
+
+
+class Error(Message, frozen=True):
+    """The call was refused; nothing else happened."""
+
+    call: int
+    code: Code
+    message: str
+    retry_after_ms: int = 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class Delta(Message, frozen=True):
+    """Tokens `offset .. offset + len(token_ids)` of sequence `index`, with the text they release."""
+
+    request_id: str
+    index: int
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Final(Message, frozen=True):
+    """The last message of sequence `index`; `offset` equals the number of its tokens."""
+
+    request_id: str
+    index: int
+    offset: int
+    finish_reason: FinishReason
+    usage: Usage
+    text: str = ""  # what the end of the stream releases (a held-back tail)
+    code: Code | None = None  # with "error" and "abort": why
+    error: str = ""
+
+
+class Abort(Message, frozen=True):
+    """End every sequence of the request with reason `abort`. Answer: Done or Error."""
+
+    call: int
+    request_id: str
+
+
+class Attach(Message, frozen=True):
+    """Take over the request's streams, each from its token offset (absent: 0). Answer: Accepted.
+
+    Repeat it whenever nothing was heard for a while: it is harmless.
+    """
+
+    call: int
+    request_id: str
+    offsets: tuple[int, ...] = ()
+
+
+class Stats(Message, frozen=True):
+    call: int
+
+
+class StatsReply(Message, frozen=True):
+    call: int
+    gateway_incarnation: int
+    open_requests: int
+    accepted: int
+    refused: int
+    finished: dict[str, int]  # by finish reason
+    seats: tuple["SeatLoad", ...]
+
+
+class Health(Message, frozen=True):
+    call: int
+
+
+class HealthReply(Message, frozen=True):
+    call: int
+    healthy: bool
+    gateway_incarnation: int
+    epoch: int
+    model: str
+    reasons: tuple[str, ...] = ()  # why not, naming the process
+
+
+class Done(Message, frozen=True):
+    """A command was carried out."""
+
+    call: int
+
+
+ClientMessage = Generate | Abort | Attach | Stats | Health
+ClientReply = Accepted | Error | Delta | Final | StatsReply | HealthReply | Done
+
+# ---------------------------------------------------------------- gateway <-> its services (the bus)
+
+
+class Hello(Message, frozen=True):
+    """A service introduces itself on the bus; repeated until Welcome, and when the gateway changed."""
+
+    name: str
+    kind: Literal["tokenizer", "scheduler"]
+    incarnation: int
+    seat: int = -1
+
+
+class Welcome(Message, frozen=True):
+    gateway_incarnation: int
+
+
+class Ping(Message, frozen=True):
+    """A service asks whether the gateway is still the one it knows; answer: Welcome."""
+
+    name: str
+
+
+class Encode(Message, frozen=True):
+    """Text or chat messages to ids. Stateless: any tokenizer may answer, and answer again."""
+
+    call: int
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+
+
+class Encoded(Message, frozen=True):
+    call: int
+    token_ids: bytes  # int32, little endian
+
+
+class EncodeFailed(Message, frozen=True):
+    call: int
+    code: Code
+    message: str
+
+
+class DecodeItem(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one stream. `carry` is what the last answer said (empty at the start)."""
+
+    stream: int  # chosen by the gateway, echoed
+    token_ids: tuple[int, ...]
+    carry: bytes
+    flush: bool = False  # the stream ends here: release what is held back
+
+
+class Decode(Message, frozen=True):
+    call: int
+    items: tuple[DecodeItem, ...]
+
+
+class DecodedItem(msgspec.Struct, frozen=True, array_like=True):
+    """`pieces[i]` is the text that token i releases: the same however the stream is cut into calls."""
+
+    stream: int
+    pieces: tuple[str, ...]
+    tail: str  # only with flush
+    carry: bytes
+
+
+class Decoded(Message, frozen=True):
+    call: int
+    items: tuple[DecodedItem, ...]
+
+
+class Submit(Message, frozen=True):
+    """One sequence for a scheduler. `outputs` makes it a Resume: tokens already produced elsewhere.
+
+    Repeated until Submitted or Refusal; the same (request_id, index, attempt) is the same sequence.
+    """
+
+    call: int
+    request_id: str
+    index: int
+    attempt: int  # grows each time the gateway places the sequence anew
+    prompt: bytes  # int32 ids
+    sampling: Sampling  # seed derived for this index, max_tokens filled in
+    outputs: bytes = b""  # int32 ids
+    priority: int = 0  # larger goes first; resumed sequences go ahead of arrivals
+
+
+class Submitted(Message, frozen=True):
+    call: int
+    seat: int
+    incarnation: int
+
+
+class Refusal(Message, frozen=True):
+    """A scheduler does not take the sequence; the gateway places it elsewhere or ends it."""
+
+    call: int
+    code: Code
+    message: str
+
+
+class AbortSequence(Message, frozen=True):
+    """Repeated until Done. The scheduler answers Done also for a sequence it does not know."""
+
+    call: int
+    request_id: str
+    index: int
+    attempt: int
+    reason: FinishReason = "abort"  # "stop": the gateway found a stop string
+
+
+class TokensItem(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    index: int
+    attempt: int
+    offset: int  # of the first token among the outputs
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    code: Code | None = None
+    error: str = ""
+    cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class Tokens(Message, frozen=True):
+    """New tokens of a step. `seq` counts these messages within one incarnation."""
+
+    seat: int
+    incarnation: int
+    seq: int
+    items: tuple[TokensItem, ...]
+
+
+class Resend(Message, frozen=True):
+    """The gateway misses tokens from `offset` on; the scheduler sends them again in a Tokens."""
+
+    request_id: str
+    index: int
+    attempt: int
+    offset: int
+
+
+class FinalSeen(Message, frozen=True):
+    """The gateway has the finals of these (request_id, index, attempt): the scheduler may forget them."""
+
+    sequences: tuple[tuple[str, int, int], ...]
+
+
+class ListSequences(Message, frozen=True):
+    """A new gateway asks what this scheduler runs (finished but unacknowledged ones too)."""
+
+    call: int
+
+
+class SequenceInfo(msgspec.Struct, frozen=True, array_like=True):
+    request_id: str
+    index: int
+    attempt: int
+    outputs: bytes  # int32 ids
+    finish_reason: FinishReason | None
+
+
+class SequenceList(Message, frozen=True):
+    call: int
+    seat: int
+    incarnation: int
+    items: tuple[SequenceInfo, ...]
+
+
+class SeatLoad(Message, frozen=True):
+    """What a scheduler says of itself, on change and while it runs."""
+
+    seat: int
+    incarnation: int
+    accepting: bool  # its worker is a member of the group and answers
+    waiting: int = 0
+    running: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    free_slots: int = 0
+    total_slots: int = 0
+
+
+BusToGateway = (
+    Hello
+    | Ping
+    | Encoded
+    | EncodeFailed
+    | Decoded
+    | Submitted
+    | Refusal
+    | Done
+    | Tokens
+    | SequenceList
+    | SeatLoad
+)
+BusFromGateway = (
+    Welcome | Encode | Decode | Submit | AbortSequence | Resend | FinalSeen | ListSequences
+)
+
+# ---------------------------------------------------------------- scheduler / worker <-> kvstore
+
+
+class Put(Message, frozen=True):
+    """Store one record, copied from the handle. Answer: PutDone. The handle is free after that."""
+
+    call: int
+    key: bytes
+    kind: Literal["block", "state"]
+    handle: Handle
+    ack: Literal["memory", "disk"] = "memory"
+    ttl_s: int = 0  # 0: the default class
+
+
+class PutDone(Message, frozen=True):
+    call: int
+    stored: bool
+    durable: bool  # true only after the data were synced
+    reason: str = ""  # why not stored (disk full, stale handle, too large)
+
+
+class Get(Message, frozen=True):
+    """Fill the caller's region with the record's bytes. Answer: GetDone."""
+
+    call: int
+    key: bytes
+    handle: Handle
+
+
+class GetDone(Message, frozen=True):
+    call: int
+    found: bool
+    nbytes: int = 0
+    reason: str = ""
+
+
+class Contains(Message, frozen=True):
+    """How many of these keys, from the first on, are stored without a gap. Answer: ContainsReply."""
+
+    call: int
+    keys: tuple[bytes, ...]
+
+
+class ContainsReply(Message, frozen=True):
+    call: int
+    prefix: int
+
+
+class KVStats(Message, frozen=True):
+    call: int
+
+
+class KVStatsReply(Message, frozen=True):
+    call: int
+    records: int
+    bytes: int
+    hits: int
+    misses: int
+    corrupt: int
+    evicted: int
+    caching: bool  # False: disk full or below the floor, puts are declined
+    puts: int = 0
+
+
+KVRequest = Put | Get | Contains | KVStats
+KVReply = PutDone | GetDone | ContainsReply | KVStatsReply | Error
+
+# ---------------------------------------------------------------- worker -> eplb -> supervisor
+
+
+class ExpertCounts(Message, frozen=True):
+    """Rows per logical expert that this seat's tokens chose, summed over `steps` steps."""
+
+    seat: int
+    epoch: int
+    steps: int
+    layers: int
+    experts: int
+    counts: bytes  # int64 [layers, experts]
+
+
+class LayerBalance(msgspec.Struct, frozen=True):
+    layer: int
+    moe_lb: float  # busiest rank over the mean, predicted for the plan
+    bound: float
+    copies: int  # physical experts in use
+
+
+class PlanShow(Message, frozen=True):
+    call: int
+
+
+class PlanReply(Message, frozen=True):
+    call: int
+    layers: tuple[LayerBalance, ...]
+    plan_age_s: float | None  # None: no plan yet
+    applied: int
+    refused: int
+    placement: bytes = b""  # msgpack of Placement; empty: no plan yet
+
+
+EplbRequest = ExpertCounts | PlanShow
+EplbReply = PlanReply | Error
+
+# ---------------------------------------------------------------- supervisor
+
+
+class Ready(Message, frozen=True):
+    """A process is ready to serve. Workers add what the schedulers and the operator must know."""
+
+    name: str
+    incarnation: int
+    fingerprint: str = ""
+
+
+class Progress(Message, frozen=True):
+    """Where a start stands, for the live display and `phases` of `up`."""
+
+    name: str
+    incarnation: int
+    phase: str
+    fraction: float = -1.0  # -1: unknown
+
+
+class StatusQuery(Message, frozen=True):
+    call: int
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    name: str
+    pid: int
+    state: str
+    restarts: int
+    last_beat_ms: int
+    incarnation: int = 0
+    detail: str = ""
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    slot: int
+    state: str
+    incarnation: int
+
+
+class PhaseTime(msgspec.Struct, frozen=True):
+    name: str
+    process: str
+    s: float
+
+
+class EpochRecord(msgspec.Struct, frozen=True):
+    """One change of membership, for `phalanx epochs`."""
+
+    epoch: int
+    cause: str
+    detected_ms: float  # from the death (its last beat or the death pipe) to the decision
+    resumed_ms: float  # from the decision to the even epoch word
+    moved_requests: int
+    survivors: tuple[int, ...]
+
+
+class StatusReply(Message, frozen=True):
+    call: int
+    healthy: bool
+    epoch: int
+    ranks: tuple[RankStatus, ...]
+    processes: tuple[ProcessStatus, ...]
+    run_dir: str
+    model: str
+    ready_s: float = -1.0  # -1: not ready yet
+    phases: tuple[PhaseTime, ...] = ()
+    epochs: tuple[EpochRecord, ...] = ()
+    failed: str = ""  # why the node is going down
+
+
+class Shutdown(Message, frozen=True):
+    """Drain for up to `timeout_s`, then stop. Answer: ShutdownDone when everything is gone."""
+
+    call: int
+    timeout_s: float
+
+
+class ShutdownDone(Message, frozen=True):
+    call: int
+    left: tuple[str, ...]  # what had to be killed or swept
+
+
+class TopologyChanged(Message, frozen=True):
+    """A nudge: look at the board's topology now."""
+
+    epoch: int
+
+
+class HealthUpdate(Message, frozen=True):
+    """What the supervisor knows, for the gateway's health answer; sent on every change."""
+
+    healthy: bool
+    epoch: int
+    reasons: tuple[str, ...]
+
+
+ToSupervisor = Ready | Progress | StatusQuery | Shutdown
+FromSupervisor = TopologyChanged | HealthUpdate | StatusReply | ShutdownDone | Error

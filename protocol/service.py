@@ -1,0 +1,197 @@
+"""How every process of the node lives: one start, one heartbeat, one way to stop, one way to die.
+
+It stands in `protocol` because all services share it and none may import another. A process's
+`__main__.py` is `run(serve)`; `serve(service)` builds its sockets and core and calls `service.loop`.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import zmq
+
+from phalanx.protocol.board import Board, ProcessPhase, ProcessRow
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.config import NodeConfig, load_config
+from phalanx.protocol.errors import ConfigError, DecodeError, ExitCode
+from phalanx.protocol.limits import BEAT_PERIOD_MS
+from phalanx.protocol.link import connect_dealer, receive, send
+from phalanx.protocol.log import Logger, setup_logging
+from phalanx.protocol.messages import FromSupervisor, Progress, Ready
+from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint
+
+Socket = zmq.Socket[bytes]
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_MESSAGES_PER_TURN = 256  # so that a flood on one socket starves neither heartbeat nor stop
+
+
+@dataclass
+class Service:
+    """What a process knows of itself. Made by `run`."""
+
+    name: str
+    incarnation: int
+    seat: int  # -1: not of one rank
+    config: NodeConfig
+    log: Logger
+    board: Board
+    row: ProcessRow
+    supervisor: Socket
+    stopping: bool = False
+
+    @property
+    def run_dir(self) -> Path:
+        return self.config.run_path
+
+    def beat(self) -> None:
+        self.row.beat(time.monotonic_ns())
+
+    def progress(self, phase: str, fraction: float = -1.0) -> None:
+        """Say where the start stands; counts as a sign of life."""
+        self.row.phase = ProcessPhase.LOADING
+        self.row.advance()
+        self.beat()
+        send(self.supervisor, encode(Progress(self.name, self.incarnation, phase, fraction)))
+
+    def ready(self, fingerprint: str = "") -> None:
+        self.row.phase = ProcessPhase.READY
+        self.beat()
+        send(self.supervisor, encode(Ready(self.name, self.incarnation, fingerprint)))
+        self.log.info("ready")
+
+    def loop(
+        self,
+        handlers: Mapping[Socket, Callable[[], None]],
+        tick: Callable[[int], float | None],
+        *,
+        on_supervisor: Callable[[FromSupervisor], None] | None = None,
+        drained: Callable[[int], bool] = lambda now_ns: True,
+    ) -> None:
+        """Serve until told to stop and drained.
+
+        Args:
+            handlers: called when their socket has messages; each takes a bounded batch.
+            tick: called each turn with the monotonic time; returns the longest wait in ms until
+                the next turn, or None for the heartbeat period.
+            drained: asked each turn after SIGTERM whether the process may end now.
+        """
+        poller = zmq.Poller()
+        for socket in (*handlers, self.supervisor):
+            poller.register(socket, zmq.POLLIN)
+        decoder = Decoder[FromSupervisor](FromSupervisor)
+        wait_ms = 0.0
+        while not (self.stopping and drained(time.monotonic_ns())):
+            for socket, _ in poller.poll(wait_ms):
+                if socket is self.supervisor:
+                    for message in _decoded(decoder, socket, self.log):
+                        if on_supervisor is not None:
+                            on_supervisor(message)
+                else:
+                    handlers[socket]()
+                    self.row.advance()
+            now_ns = time.monotonic_ns()
+            wanted = tick(now_ns)
+            wait_ms = BEAT_PERIOD_MS if wanted is None else min(wanted, BEAT_PERIOD_MS)
+            self.row.beat(now_ns)
+
+    def close(self) -> None:
+        self.supervisor.close()
+        self.board.close()
+
+
+def _decoded(decoder: Decoder[FromSupervisor], socket: Socket, log: Logger) -> list[FromSupervisor]:
+    messages: list[FromSupervisor] = []
+    for frame in receive(socket, _MESSAGES_PER_TURN):
+        try:
+            messages.append(decoder.decode(frame))
+        except DecodeError as error:
+            log.error("bad message from the supervisor", error=str(error))
+    return messages
+
+
+def run(serve: Callable[[Service], None]) -> None:
+    """The whole `main` of a process: arguments, death pipes, log, configuration, `serve`, exit code."""
+
+    @click.command()
+    @click.option("--run-dir", type=click.Path(path_type=Path), required=True)
+    @click.option("--name", required=True, help="As `phalanx status` shows it, e.g. scheduler-0.")
+    @click.option("--incarnation", type=int, required=True, help="Grows at each restart.")
+    @click.option("--index", type=int, required=True, help="Row of the heartbeat table.")
+    @click.option("--seat", type=int, default=-1)
+    @click.option("--death-fd", type=int, required=True, help="Write end: closes when we die.")
+    @click.option(
+        "--life-fd", type=int, required=True, help="Read end: closes when the parent dies."
+    )
+    def command(
+        run_dir: Path,
+        name: str,
+        incarnation: int,
+        index: int,
+        seat: int,
+        death_fd: int,
+        life_fd: int,
+    ) -> None:
+        # First of all, before CUDA or a helper process could inherit the pipe and keep it open.
+        os.set_inheritable(death_fd, False)
+        os.set_inheritable(life_fd, False)
+        die_with_parent(life_fd)
+        set_process_name(name)
+        config = load_config(run_dir)
+        log = setup_logging(run_dir, name, incarnation, config.log_level)
+        board = Board.attach(config.node)
+        supervisor = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET), f"{name}#{incarnation}")
+        service = Service(
+            name, incarnation, seat, config, log, board, board.processes[index], supervisor
+        )
+        service.row.phase = ProcessPhase.STARTING
+        service.beat()
+        _obey_signals(service)
+        try:
+            serve(service)
+        except ConfigError as error:
+            log.error("cannot run as configured", error=str(error))
+            sys.exit(ExitCode.BAD_INPUT)
+        except Exception:  # the top of the process: say why, let the supervisor restart us
+            log.exception("crashed")
+            sys.stderr.flush()
+            os._exit(ExitCode.INTERNAL)  # no cleanup: shared state may be what is broken
+        log.info("stopped")
+        service.close()
+
+    command()
+
+
+def _obey_signals(service: Service) -> None:
+    def stop(number: int, frame: object) -> None:
+        service.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which tells us
+
+
+def die_with_parent(life_fd: int) -> None:
+    """End this process at once when the other end of the pipe closes: the parent is dead.
+
+    The kernel's parent-death signal comes on top: it also fires while the interpreter is stuck.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    def watch() -> None:
+        while os.read(life_fd, 1):
+            pass
+        os._exit(ExitCode.PARENT_DIED)
+
+    threading.Thread(target=watch, name="life-pipe", daemon=True).start()
+
+
+def set_process_name(name: str) -> None:
+    """What `ps` and `top` show (15 bytes)."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)

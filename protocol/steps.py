@@ -1,0 +1,124 @@
+"""What travels through the step rings of one rank: plans to the worker, results back.
+
+Both rings live in the link arena, made by the scheduler and named by (seat, scheduler incarnation,
+link number); a restart of either side makes a new one. Arrays are little-endian bytes, so that one
+plan is one small message whatever the batch.
+"""
+
+import msgspec
+
+from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.board import SeatRow
+from phalanx.protocol.limits import RING_BYTES
+from phalanx.protocol.messages import Sampling, TokenLogprobs
+from phalanx.protocol.ring import Ring
+
+
+class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The first message on the result ring: what this worker offers. All its slots are free now."""
+
+    worker_incarnation: int
+    num_blocks: int  # block 0 included
+    num_slots: int
+    max_model_len: int  # positions
+    vocab_size: int
+    eos_token_id: int
+    block_bytes: int
+    slot_bytes: int
+    block_arena: str  # KV block i lies at i * block_bytes
+    snapshot_arena: str  # staging for window states; region i at i * slot_bytes
+    num_snapshots: int
+    fingerprint: str
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that takes a state slot with this step."""
+
+    slot: int
+    copy_key: int  # < 2**63, from (request_id, index): picks among copies of an expert
+    num_prompt: int  # tokens of the prompt; later tokens are outputs (penalties, limits)
+    sampling: Sampling
+    tokens: bytes  # int32: every token known now, prompt and resumed outputs
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """One step of one rank. Sequence i owns rows cu[i] .. cu[i+1] of the step."""
+
+    seq: int  # counts plans within the link
+    new: tuple[NewSequence, ...]
+    slots: bytes  # int32 [num_seqs] state slot of each sequence
+    starts: bytes  # int32 [num_seqs] tokens whose KV is committed before this step
+    seqlens_q: bytes  # int32 [num_seqs] rows of this step
+    sample: bytes  # uint8 [num_seqs] 1: sample the token after the last row
+    token_ids: bytes  # int32 [sum(seqlens_q)] input ids
+    block_counts: bytes  # int32 [num_seqs] blocks added to the sequence's table by this step
+    block_ids: bytes  # int32 [sum(block_counts)]
+    snapshots: tuple[tuple[int, int], ...] = ()  # (slot, region): copy the slot after the commit
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """`aborted`: the epoch moved; nothing of the plan was committed, plan it again."""
+
+    seq: int
+    aborted: bool
+    tokens: bytes = b""  # int32, one for each sampled sequence, in plan order
+    status: bytes = b""  # uint8 SampleStatus for each of them; 0 is fine
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # empty: none was asked for
+    step_us: int = 0
+
+
+ToScheduler = WorkerHello | StepResult
+_encoder = msgspec.msgpack.Encoder()
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_result_decoder = msgspec.msgpack.Decoder(ToScheduler)
+
+
+def link_arena_name(node: str, seat: int, link: int) -> str:
+    return arena_name(node, f"link{seat}", f"{link >> 32}.{link & 0xFFFFFFFF}")
+
+
+class Link:
+    """Both rings of one rank. The scheduler creates it, the worker attaches."""
+
+    def __init__(self, arena: Arena, seat: SeatRow) -> None:
+        self.arena = arena
+        half = RING_BYTES
+        self._plans = Ring(arena.data[:half], f"{arena.name} plans", seat.bell)
+        self._results = Ring(
+            arena.data[half : 2 * half], f"{arena.name} results", seat.scheduler_bell
+        )
+
+    @classmethod
+    def create(cls, node: str, number: int, link: int, seat: SeatRow) -> "Link":
+        arena = Arena.create(
+            link_arena_name(node, number, link), 2 * RING_BYTES, f"scheduler-{number}"
+        )
+        return cls(arena, seat)
+
+    @classmethod
+    def attach(cls, node: str, number: int, link: int, seat: SeatRow) -> "Link":
+        return cls(Arena.attach(link_arena_name(node, number, link)), seat)
+
+    def send_plan(self, plan: StepPlan) -> None:
+        self._plans.write(_encoder.encode(plan))
+
+    def next_plan(self) -> StepPlan | None:
+        encoded = self._plans.read()
+        return None if encoded is None else _plan_decoder.decode(encoded)
+
+    def has_plan(self) -> bool:
+        return not self._plans.empty()
+
+    def send_result(self, result: ToScheduler) -> None:
+        self._results.write(_encoder.encode(result))
+
+    def next_result(self) -> ToScheduler | None:
+        encoded = self._results.read()
+        return None if encoded is None else _result_decoder.decode(encoded)
+
+    def positions(self) -> dict[str, tuple[int, int]]:
+        """Ring name -> (bytes written, bytes read): shows an operator which side is behind."""
+        return {ring.name: ring.positions for ring in (self._plans, self._results)}
+
+    def close(self) -> None:
+        self.arena.close()
