@@ -89,7 +89,7 @@ class Service:
         decoder = Decoder[FromSupervisor](FromSupervisor)
         wait_ms = 0.0
         while not (self.stopping and drained(time.monotonic_ns())):
-            for socket, _ in poller.poll(wait_ms):
+            for socket, _ in poller.poll(int(wait_ms)):
                 if socket is self.supervisor:
                     for message in _decoded(decoder, socket, self.log):
                         if on_supervisor is not None:
