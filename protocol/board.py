@@ -124,19 +124,26 @@ class SeatRow:
 
     # Written by the worker: the step it wants to run next, or runs.
     def post(self, epoch: int, step: int, flags: Post, plan_version: int) -> None:
-        """Publish what this rank brings to `step`. The step word goes last: peers read it first."""
-        at = self._at32 + 4
-        self._u32[at + 1] = int(flags)
-        self._u32[at + 2] = plan_version
-        self._u32[at + 3] = epoch
-        self._u32[at] = step
+        """Publish what this rank brings to `step`. (epoch, step) is one word and goes last, so that
+        a peer never pairs the step of one epoch with the number of another."""
+        self._u32[self._at32 + 4] = int(flags)
+        self._u32[self._at32 + 5] = plan_version
+        self._u64[self._at64 + 8] = epoch << 32 | step
 
     @property
-    def posted(self) -> tuple[int, int, Post, int]:
-        """(epoch, step, flags, ready plan version) as posted last."""
-        at = self._at32 + 4
-        step = self._u32[at]
-        return self._u32[at + 3], step, Post(self._u32[at + 1]), self._u32[at + 2]
+    def posted(self) -> tuple[int, int]:
+        """(epoch, step) as posted last; steps count from 1 in every epoch."""
+        word = self._u64[self._at64 + 8]
+        return word >> 32, word & 0xFFFFFFFF
+
+    @property
+    def posted_flags(self) -> Post:
+        return Post(self._u32[self._at32 + 4])
+
+    @property
+    def posted_version(self) -> int:
+        """The placement version that this rank could run at the posted step."""
+        return self._u32[self._at32 + 5]
 
     # Written by the worker: answers to STOP and GO.
     @property
