@@ -1,0 +1,235 @@
+"""Loading a checkpoint: one rank's share of the experts, and everything else in full."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.quant import dequant_engram_rows, dequant_fp4, dequant_fp8_block
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
+from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError
+from phalanx.worker_svc.model.tensors import expert_names, layer_prefix, num_experts
+from phalanx.worker_svc.model.token_map import engram_token_map
+
+_DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,
+    "I8": torch.int8,
+}
+# Counted in totals and never loaded here: experts have slots, tables are read by row.
+_NOT_LOADED: Final = ("expert", "engram_table", "vision")
+
+Progress = Callable[[int, int], None]  # bytes read, bytes to read
+ExpertSlots = Sequence[Sequence[int]]  # [layers + draft stages][slots] -> expert
+Expert = tuple[Tensor, Tensor, Tensor]  # w1 (gate), w3 (up), w2 (down), float32 [out, in]
+
+
+class Weights:
+    """The tensors of one rank.
+
+    Names are those of the file without `.weight`: `weights["layers.3.attn.wq_a"]`. Draft stages
+    are layers, too: stage s is layer `num_hidden_layers + s` wherever a layer number is asked for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, dequantize: bool) -> None:
+        self.config: ModelConfig = checkpoint.config
+        self.dequantize = dequantize
+        self.token_map = torch.from_numpy(_token_map(checkpoint))  # int64 [vocab]
+        self._checkpoint = checkpoint
+        self._plain: dict[str, Tensor] = {}
+        self._slots: list[list[int]] = []
+        self._experts: list[Expert] = []  # per layer, stacked along slots
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A plain tensor (bf16 or float32), or a quantized linear as float32 [out, in].
+
+        Raises:
+            KeyError: no such tensor was loaded.
+        """
+        return self._plain[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._plain
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether the linear's input must go through Q8 first (stored as FP8 or FP4)."""
+        spec = self._checkpoint.specs.get(f"{name}.weight")
+        return spec is not None and spec.dtype in ("F8_E4M3", "I8")
+
+    def packed(self, name: str) -> tuple[Tensor, Tensor]:
+        """Codes and ue8m0 scales (uint8) of a quantized tensor, as stored, mapped from the file."""
+        return self._mapped(f"{name}.weight"), self._mapped(f"{name}.scale")
+
+    def slots(self, layer: int) -> tuple[int, ...]:
+        """The expert that each slot of the layer holds."""
+        return tuple(self._slots[layer])
+
+    def expert(self, layer: int, slot: int) -> Expert:
+        """The matrices of a slot, float32: w1 [inter, dim], w3 [inter, dim], w2 [dim, inter]."""
+        w1, w3, w2 = self._experts[layer]
+        return w1[slot], w3[slot], w2[slot]
+
+    def expert_stack(self, layer: int) -> Expert:
+        """The matrices of all slots of the layer: [slots, out, in] each."""
+        return self._experts[layer]
+
+    def load_expert(self, layer: int, expert: int) -> Expert:
+        """Read one expert from the checkpoint, without putting it anywhere. Safe in any thread."""
+        w1, w3, w2 = expert_names(self.config, layer, expert)
+        return (
+            dequant_fp4(*self.packed(w1)),
+            dequant_fp4(*self.packed(w3)),
+            dequant_fp4(*self.packed(w2)),
+        )
+
+    def put_expert(self, layer: int, slot: int, expert: int, matrices: Expert) -> None:
+        """Overwrite a slot. The caller sees to it that no step reads the slot meanwhile."""
+        for stack, matrix in zip(self._experts[layer], matrices, strict=True):
+            stack[slot].copy_(matrix)
+        self._slots[layer][slot] = expert
+
+    def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
+        """Rows of an Engram table: int64 [...] -> bf16 [..., engram_head_dim]."""
+        codes, scales = self.packed(f"layers.{layer}.engram.embed")
+        return dequant_engram_rows(codes.view(torch.uint8)[ids], scales[ids])
+
+    def _mapped(self, name: str) -> Tensor:
+        spec = self._checkpoint.specs[name]
+        raw = torch.frombuffer(self._checkpoint.view(name), dtype=torch.uint8)
+        dtype = _DTYPES[spec.dtype]
+        if raw.data_ptr() % dtype.itemsize:
+            raw = raw.clone()  # a file may place tensors at any byte
+        return raw.view(dtype).view(spec.shape)
+
+    def _load_plain(self, name: str) -> int:
+        """Load one tensor of the file; a scale comes with its weight. Returns the bytes read."""
+        spec = self._checkpoint.specs[name]
+        stem = name.removesuffix(".weight")
+        if not self.is_quantized(stem):
+            self._plain[stem] = self._mapped(name)
+        elif self.dequantize and name.endswith(".weight"):
+            self._plain[stem] = dequant_fp8_block(*self.packed(stem))
+        return spec.num_bytes
+
+    def _load_experts(self, layer: int, experts: Sequence[int]) -> int:
+        c, slots = self.config, len(experts)
+        up = (slots, c.moe_intermediate_size, c.hidden_size)
+        down = (slots, c.hidden_size, c.moe_intermediate_size)
+        self._experts.append((torch.empty(up), torch.empty(up), torch.empty(down)))
+        self._slots.append(list(experts))
+        for slot, expert in enumerate(experts):
+            self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
+        return slots * _expert_bytes(c)
+
+
+def load_checkpoint(
+    directory: Path,
+    expert_slots: ExpertSlots | None = None,
+    *,
+    dequantize: bool = True,
+    memory_limit_bytes: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Weights:
+    """Load what one rank needs.
+
+    Args:
+        directory: config.json, tokenizer.json, the safetensors index and its shards.
+        expert_slots: For every layer and draft stage the experts of this rank's slots, in slot
+            order; None loads all experts, expert e in slot e.
+        dequantize: Hold linears and experts as float32. Otherwise quantized tensors are only
+            mapped, `packed` gives them, and no expert has a slot.
+        memory_limit_bytes: Refuse to need more; None asks the machine what is available.
+        progress: Called with (bytes read, bytes to read).
+
+    Raises:
+        ConfigError, CheckpointError: the checkpoint is unusable, or memory does not suffice.
+    """
+    checkpoint = Checkpoint(directory)
+    config = checkpoint.config
+    slots = _all_experts(config) if expert_slots is None else expert_slots
+    _check_slots(config, slots)
+    _check_memory(checkpoint, slots, dequantize, memory_limit_bytes)
+    weights = Weights(checkpoint, dequantize=dequantize)
+    names = [name for name, spec in checkpoint.specs.items() if spec.part not in _NOT_LOADED]
+    total = sum(checkpoint.specs[name].num_bytes for name in names)
+    if dequantize:
+        total += sum(len(layer) for layer in slots) * _expert_bytes(config)
+    done = 0
+    for name in names:
+        done += weights._load_plain(name)
+        progress(done, total)
+    for layer, experts in enumerate(slots if dequantize else ()):
+        done += weights._load_experts(layer, experts)
+        progress(done, total)
+    return weights
+
+
+def needed_bytes(checkpoint: Checkpoint, expert_slots: ExpertSlots, *, dequantize: bool) -> int:
+    """Memory that loading takes beyond the page cache: the float32 forms."""
+    if not dequantize:
+        return 0
+    linears = sum(
+        spec.num_params
+        for spec in checkpoint.specs.values()
+        if spec.dtype == "F8_E4M3" and spec.part not in _NOT_LOADED
+    )
+    config = checkpoint.config
+    expert = 3 * config.hidden_size * config.moe_intermediate_size
+    return 4 * (linears + expert * sum(len(layer) for layer in expert_slots))
+
+
+def _all_experts(config: ModelConfig) -> ExpertSlots:
+    layers = config.num_hidden_layers + config.draft_stages
+    return [range(num_experts(config, layer)) for layer in range(layers)]
+
+
+def _expert_bytes(config: ModelConfig) -> int:
+    values = 3 * config.hidden_size * config.moe_intermediate_size
+    return values // 2 + values // 32
+
+
+def _check_slots(config: ModelConfig, slots: ExpertSlots) -> None:
+    layers = config.num_hidden_layers + config.draft_stages
+    if len(slots) != layers:
+        raise CheckpointError(f"expert slots for {len(slots)} layers; the model has {layers}")
+    for layer, experts in enumerate(slots):
+        limit = num_experts(config, layer)
+        wrong = [expert for expert in experts if not 0 <= expert < limit]
+        if wrong:
+            at = layer_prefix(config, layer)
+            raise CheckpointError(f"{at} has experts 0..{limit - 1}; slots ask for {wrong[:8]}")
+
+
+def _check_memory(
+    checkpoint: Checkpoint, slots: ExpertSlots, dequantize: bool, limit: int | None
+) -> None:
+    need = needed_bytes(checkpoint, slots, dequantize=dequantize)
+    have = available_bytes() if limit is None else limit
+    if need > have:
+        most = max(len(layer) for layer in slots)
+        raise CheckpointError(
+            f"{checkpoint.directory} needs {shown_bytes(need)} of memory as float32 with {most} "
+            f"experts a layer; {shown_bytes(have)} are available: use more ranks, or a smaller model"
+        )
+
+
+def _token_map(checkpoint: Checkpoint) -> npt.NDArray[np.int64]:
+    config = checkpoint.config
+    try:
+        ids = engram_token_map(checkpoint.tokenizer, config.vocab_size)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {checkpoint.tokenizer}: {error.strerror}") from error
+    count = int(ids.max()) + 1
+    if count != config.engram_compressed_vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.tokenizer} gives {count} Engram ids; config.json says "
+            f"engram_compressed_vocab_size {config.engram_compressed_vocab_size}: they do not belong together"
+        )
+    return ids
