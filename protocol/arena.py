@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -172,13 +173,15 @@ class Arena:
         """Unmap; the owner also removes the name. Views handed out keep the mapping alive."""
         if self.owned:
             (SHM / self.name).unlink(missing_ok=True)
-        for view in (self._generations, self.data, self._whole):
-            view.release()
-        try:
-            self._mapping.close()
-        except BufferError:
-            pass  # a numpy or torch view still points into it: the memory goes with the last of them
+        for close in (*self._views(), self._mapping.close):
+            try:
+                close()
+            except BufferError:
+                pass  # a word, numpy or torch view still points into it: it goes with the last one
         os.close(self._fd)
+
+    def _views(self) -> tuple[Callable[[], None], ...]:
+        return self._generations.release, self.data.release, self._whole.release
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,117 @@
+"""Arenas are private, bounded, swept by lock (not by pid), and a stale handle never yields bytes."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from phalanx.protocol import arena as arenas
+from phalanx.protocol.arena import Arena, Handle, arena_name, sweep
+from phalanx.protocol.errors import ArenaError, StaleHandle
+
+HOLDER = """
+import sys, time
+from phalanx.protocol.arena import Arena
+arena = Arena.create(sys.argv[1], 4096)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def node() -> Iterator[str]:
+    name = f"test{uuid.uuid4().hex[:8]}"
+    yield name
+    for path in arenas.SHM.glob(f"ph-{name}-*"):
+        path.unlink()
+
+
+def hold(name: str) -> "subprocess.Popen[str]":
+    """A real process that owns an arena."""
+    child = subprocess.Popen(
+        [sys.executable, "-P", "-c", HOLDER, name], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "held\n"
+    return child
+
+
+def kill(child: "subprocess.Popen[str]") -> None:
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+
+
+def test_what_one_writes_the_other_reads(node: str) -> None:
+    with Arena.create(arena_name(node, "kv", 1), 8192) as owner:
+        owner.data[100:105] = b"hello"
+        handle = owner.handle(100, 5, shape=(5,))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(handle), type=Handle) == handle
+        with Arena.attach(owner.name) as other:
+            assert other.copy_out(handle) == b"hello"
+            assert (arenas.SHM / owner.name).stat().st_mode & 0o777 == 0o600
+    assert arenas.names(node) == []
+
+
+def test_a_handle_dies_with_its_region(node: str) -> None:
+    with Arena.create(arena_name(node, "kv", 1), 8192) as owner, Arena.attach(owner.name) as other:
+        first, second = owner.handle(0, 8, region=3), owner.handle(8, 8, region=4)
+        owner.bump(3)
+        with pytest.raises(StaleHandle, match="region 3 is at generation 1"):
+            other.view(first)
+        other.view(second)
+
+
+@pytest.mark.parametrize("offset,nbytes", [(-1, 4), (0, 8193), (8192, 1), (2**70, 1), (0, -1)])
+def test_a_handle_outside_the_arena_is_refused(node: str, offset: int, nbytes: int) -> None:
+    with Arena.create(arena_name(node, "kv", 1), 8192) as owner, pytest.raises(StaleHandle):
+        owner.view(Handle(owner.name, offset, nbytes))
+
+
+def test_sweep_takes_only_what_nobody_owns(node: str) -> None:
+    """The lock decides, also when the dead owner's pid is in use again."""
+    dead, alive = arena_name(node, "kv", 1), arena_name(node, "kv", 2)
+    first, second = hold(dead), hold(alive)
+    try:
+        with pytest.raises(ArenaError, match="belongs to a live process"):
+            Arena.create(dead, 4096)
+        kill(first)
+        assert sweep(node) == [dead]
+        assert arenas.names(node) == [alive]
+    finally:
+        kill(second)
+    with Arena.create(alive, 4096):  # a start succeeds with a leaked arena in the way
+        pass
+
+
+def test_too_little_room_is_a_message_not_a_signal(node: str) -> None:
+    free = os.statvfs(arenas.SHM).f_bavail * os.statvfs(arenas.SHM).f_frsize
+    with pytest.raises(ArenaError, match=r"MiB free, arena .* needs .* MiB"):
+        Arena.create(arena_name(node, "kv", 1), free)
+    assert arenas.names(node) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, os.urandom(9000)])
+def test_a_file_that_is_no_arena_is_refused(node: str, content: bytes) -> None:
+    name = arena_name(node, "kv", 9)
+    (arenas.SHM / name).write_bytes(content)
+    with pytest.raises(ArenaError):
+        Arena.attach(name)
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "ph-/x", "other"])
+def test_only_arena_names_are_attached(name: str) -> None:
+    with pytest.raises(ArenaError):
+        Arena.attach(name)
+
+
+def test_views_outlive_close(node: str, tmp_path: Path) -> None:
+    owner = Arena.create(arena_name(node, "kv", 1), 4096)
+    view = owner.data[:4]
+    owner.close()
+    view[:] = b"safe"
+    assert bytes(view) == b"safe"

@@ -1,0 +1,97 @@
+"""The board's words do not overlap, and a topology is read whole or not at all."""
+
+import threading
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.protocol.board import Board, Post, ProcessPhase
+from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS
+from phalanx.protocol.topology import Seat, Topology
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board.create(f"test{uuid.uuid4().hex[:8]}")
+    yield board
+    board.close()
+
+
+def test_every_word_is_its_own(board: Board) -> None:
+    """Write a different value everywhere, then read all back."""
+    board.set_epoch(77, [])
+    for n, seat in enumerate(board.seats):
+        seat.post(1000 + n, 2000 + n, Post.WORK if n % 2 else Post.NONE, 3000 + n)
+        seat.stop_ack, seat.go_ack, seat.worker_incarnation = 4000 + n, 5000 + n, 6000 + n
+        seat.steps_run, seat.link = 7000 + n, (8000 + n) << 32 | n
+        seat.bell.value, seat.scheduler_bell.value = 9000 + n, 10000 + n
+    for n, row in enumerate(board.processes):
+        row.beat(11000 + n)
+        row.phase = ProcessPhase(n % 6)
+        row.advance()
+    board.publish(Topology(2, (Seat(0, 1, 1, "member"),)))
+
+    assert board.epoch == 77 and MAX_SEATS == len(board.seats)
+    for n, seat in enumerate(board.seats):
+        assert seat.posted == (1000 + n, 2000 + n)
+        assert seat.posted_flags == (Post.WORK if n % 2 else Post.NONE)
+        assert seat.posted_version == 3000 + n
+        assert (seat.stop_ack, seat.go_ack, seat.worker_incarnation) == (
+            4000 + n,
+            5000 + n,
+            6000 + n,
+        )
+        assert (seat.steps_run, seat.link) == (7000 + n, (8000 + n) << 32 | n)
+        assert (seat.bell.value, seat.scheduler_bell.value) == (9000 + n, 10000 + n)
+    for n, row in enumerate(board.processes):
+        assert (row.beat_ns, row.phase, row.progress) == (11000 + n, ProcessPhase(n % 6), 1)
+    assert len(board.processes) == MAX_PROCESSES
+    board.processes[3].clear()
+    assert board.processes[3].beat_ns == 0 and board.processes[4].beat_ns == 11004
+
+
+def test_a_step_of_an_old_epoch_is_never_paired_with_the_new_one(board: Board) -> None:
+    """(epoch, step) compare as one number: a large old step is below the first new one."""
+    board.seats[0].post(4, 1_000_000, Post.WORK, 1)
+    assert board.seats[0].posted < (6, 1)
+
+
+def test_topology_is_read_whole_while_it_is_rewritten(board: Board) -> None:
+    assert board.topology() is None
+    stop = threading.Event()
+
+    def reader(wrong: list[object]) -> None:
+        other = Board.attach(board.arena.name.split("-")[1])
+        while not stop.is_set():
+            topology = other.topology()
+            if topology is not None and len(topology.placement) != 100 * topology.epoch:
+                wrong.append(topology)
+        other.close()
+
+    wrong: list[object] = []
+    board.publish(Topology(2, (), bytes(200)))
+    thread = threading.Thread(target=reader, args=(wrong,))
+    thread.start()
+    for epoch in range(4, 2000, 2):
+        board.publish(Topology(epoch, (), bytes(100 * epoch)))
+    stop.set()
+    thread.join()
+    assert wrong == []
+    assert board.topology() == Topology(1998, (), bytes(199_800))
+
+
+def test_set_epoch_wakes_the_worker(board: Board) -> None:
+    bell = board.seats[2].bell
+    heard, woken = bell.value, threading.Event()
+
+    def sleeper() -> None:
+        while board.epoch == 0:
+            bell.wait(heard, 10_000)
+        woken.set()
+
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    board.set_epoch(1, [2])
+    assert woken.wait(5)
+    thread.join()

@@ -1,0 +1,170 @@
+"""Expert exchange over shared memory: each rank owns a receive region that its peers store into.
+
+One exchange a MoE layer, in two legs. Dispatch: every rank stores, for each peer, the rows that
+chose an expert held there. Combine: every rank stores the results back. A store is data, then count,
+then the flag word with the exchange's number; the reader waits on flags. Each leg of a pair is
+written again only after the other leg's flag of the exchange before was seen, so one buffer a leg
+is enough. A region lives for one epoch: a dying peer may store into an old one at any time, which
+nobody reads any more.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from phalanx.protocol.arena import Arena, arena_name
+from phalanx.worker_svc.group import Group
+
+_FLAG_BYTES = 64  # flag and count share a cache line of their own
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one exchange can carry: at most `pairs` (row, expert) pairs between two ranks."""
+
+    pairs: int
+    hidden: int
+
+    @property
+    def dispatch_bytes(self) -> int:
+        # expert slot int32, routing weight f32, row bf16
+        return _FLAG_BYTES + self.pairs * (4 + 4 + 2 * self.hidden)
+
+    @property
+    def combine_bytes(self) -> int:
+        return _FLAG_BYTES + self.pairs * 2 * self.hidden
+
+    @property
+    def source_bytes(self) -> int:
+        """Both legs for one source, rounded up to a page."""
+        return -(-(self.dispatch_bytes + self.combine_bytes) // 4096) * 4096
+
+
+class Inbox:
+    """The part of a region that one source rank stores into."""
+
+    def __init__(self, region: memoryview, shape: Shape) -> None:
+        n, d = shape.pairs, shape.hidden
+        dispatch = region[: shape.dispatch_bytes]
+        combine = region[shape.dispatch_bytes : shape.dispatch_bytes + shape.combine_bytes]
+        self.dispatch_header = dispatch[:8].cast("I")  # flag, count
+        self.combine_header = combine[:8].cast("I")
+        at = _FLAG_BYTES
+        self.slots = torch.frombuffer(dispatch, dtype=torch.int32, count=n, offset=at)
+        self.weights = torch.frombuffer(dispatch, dtype=torch.float32, count=n, offset=at + 4 * n)
+        self.rows = _matrix(dispatch, n, d, at + 8 * n)
+        self.results = _matrix(combine, n, d, _FLAG_BYTES)
+
+    def store_dispatch(
+        self, number: int, slots: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        count = slots.shape[0]
+        if count:
+            self.slots[:count] = slots
+            self.weights[:count] = weights
+            self.rows[:count] = rows
+        self.dispatch_header[1] = count
+        self.dispatch_header[0] = number
+
+    def store_combine(self, number: int, results: torch.Tensor) -> None:
+        if results.shape[0]:
+            self.results[: results.shape[0]] = results
+        self.combine_header[1] = results.shape[0]
+        self.combine_header[0] = number
+
+
+def _matrix(buffer: memoryview, rows: int, columns: int, offset: int) -> torch.Tensor:
+    flat = torch.frombuffer(buffer, dtype=torch.bfloat16, count=rows * columns, offset=offset)
+    return flat.view(rows, columns)
+
+
+def region_name(node: str, seat: int, incarnation: int, epoch: int) -> str:
+    return arena_name(node, f"xch{seat}", f"{incarnation}.{epoch}")
+
+
+class Exchange:
+    """The buffers of one epoch: our own region, and where we store in every peer's.
+
+    Construct it before acknowledging GO; `connect` once the epoch runs (every peer has its own then).
+    """
+
+    def __init__(
+        self, node: str, seat: int, incarnation: int, epoch: int, members: list[int], shape: Shape
+    ) -> None:
+        self.shape, self._node, self._seat, self._epoch = shape, node, seat, epoch
+        self._members = sorted(members)
+        self._number = 0  # exchanges begun in this epoch; all ranks count alike
+        self._arenas: list[Arena] = []
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Inbox] = {}
+        peers = [member for member in self._members if member != seat]
+        if peers:
+            name = region_name(node, seat, incarnation, epoch)
+            own = Arena.create(name, len(members) * shape.source_bytes, f"worker-{seat}")
+            self._arenas.append(own)
+            self._inboxes = {peer: self._inbox(own, peer) for peer in peers}
+
+    def connect(self, group: Group, incarnations: dict[int, int]) -> None:
+        """Map every peer's region. `incarnations` gives each member's worker incarnation."""
+        self._group = group
+        for peer in group.peers:
+            theirs = Arena.attach(region_name(self._node, peer, incarnations[peer], self._epoch))
+            self._arenas.append(theirs)
+            self._outboxes[peer] = self._inbox(theirs, self._seat)
+
+    def _inbox(self, arena: Arena, source: int) -> Inbox:
+        size, position = self.shape.source_bytes, self._members.index(source)
+        return Inbox(arena.data[position * size : (position + 1) * size], self.shape)
+
+    def begin(self) -> None:
+        """Start the next exchange. All ranks run the same layers, so all count alike."""
+        self._number += 1
+
+    def send(
+        self, peer: int, slots: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Store the pairs that `peer` shall compute.
+
+        Args:
+            slots: int32 [n] expert slots at the peer.
+            weights: float32 [n] routing weights.
+            rows: bfloat16 [n, hidden] expert inputs.
+        """
+        self._outboxes[peer].store_dispatch(self._number, slots, weights, rows)
+        self._group.board.seats[peer].bell.ring()
+
+    def received(self) -> list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Wait for every peer's pairs: (peer, slots [n], weights [n], rows [n, hidden]) in seat order.
+
+        The tensors are views of the region, valid until `reply` to that peer.
+        """
+        self._wait([inbox.dispatch_header for inbox in self._inboxes.values()], "dispatch")
+        return [
+            (peer, inbox.slots[:n], inbox.weights[:n], inbox.rows[:n])
+            for peer, inbox in self._inboxes.items()
+            for n in [inbox.dispatch_header[1]]
+        ]
+
+    def reply(self, peer: int, results: torch.Tensor) -> None:
+        """Store the results (bfloat16 [n, hidden]) of what `peer` sent, in its order."""
+        self._outboxes[peer].store_combine(self._number, results)
+        self._group.board.seats[peer].bell.ring()
+
+    def results(self) -> dict[int, torch.Tensor]:
+        """Wait for every peer's results: bfloat16 [n, hidden] each, valid until the next exchange."""
+        self._wait([inbox.combine_header for inbox in self._inboxes.values()], "combine")
+        return {
+            peer: inbox.results[: inbox.combine_header[1]] for peer, inbox in self._inboxes.items()
+        }
+
+    def _wait(self, headers: list[memoryview], leg: str) -> None:
+        number = self._number
+        self._group.wait(lambda: all(header[0] == number for header in headers), leg)
+
+    def close(self) -> None:
+        """Forget the buffers; our own region's name goes away."""
+        self._inboxes.clear()
+        self._outboxes.clear()
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
