@@ -112,9 +112,9 @@ class Weights:
         """Load one tensor of the file; a scale comes with its weight. Returns the bytes read."""
         spec = self._checkpoint.specs[name]
         stem = name.removesuffix(".weight")
-        if not self.is_quantized(stem):
+        if spec.dtype in ("BF16", "F32"):
             self._plain[stem] = self._mapped(name)
-        elif self.dequantize and name.endswith(".weight"):
+        elif self.dequantize and spec.dtype == "F8_E4M3":
             self._plain[stem] = dequant_fp8_block(*self.packed(stem))
         return spec.num_bytes
 

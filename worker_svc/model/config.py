@@ -336,6 +336,12 @@ def _vision(fields: Fields) -> VisionConfig:
     )
 
 
+def engram_table_rows(vocab_size: int, *, layers: int, columns: int) -> list[int]:
+    """Rows of each Engram table: its hash columns' primes, counted up from `vocab_size`."""
+    primes = _primes_from(vocab_size, layers * columns)
+    return [sum(primes[layer * columns :][:columns]) for layer in range(layers)]
+
+
 def _primes_from(start: int, count: int) -> list[int]:
     """The first `count` primes that are >= start."""
     primes: list[int] = []
