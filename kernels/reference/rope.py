@@ -1,0 +1,66 @@
+"""Rotary position embedding over the last channels of a vector (model.md C.0).
+
+Neighbouring channels form a complex number; pair i at position p turns by p * f_i. The tables are
+float32, the result is rounded to bf16.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.rows import lanewise, round_bf16
+
+
+@dataclass(frozen=True)
+class RopeTable:
+    """Cosines, and sines with the sign of the partner channel, of every position: [positions, rope_dim]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, positions: Tensor) -> "RopeTable":
+        """The rows of these positions (int64 [R])."""
+        return RopeTable(self.cos[positions], self.sin[positions])
+
+    def inverse(self) -> "RopeTable":
+        """Turns back."""
+        return RopeTable(self.cos, -self.sin)
+
+
+def frequencies(dim: int, base: float) -> Tensor:
+    """f_i = base^(-2i/dim), float32 [dim/2]."""
+    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+def stretch(freqs: Tensor, *, factor: float, low: int, high: int) -> Tensor:
+    """YaRN: frequencies below `low` stay, from `high` on they are divided by `factor`, between they blend."""
+    steps = torch.arange(freqs.shape[0], dtype=torch.float32)
+    keep = 1 - ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    return freqs / factor * (1 - keep) + freqs * keep
+
+
+def rope_table(freqs: Tensor, num_positions: int) -> RopeTable:
+    """Tables of the positions 0..num_positions-1."""
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), freqs)
+    cos, sin = lanewise(torch.cos, angles), lanewise(torch.sin, angles)
+    return RopeTable(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), dim=-1).flatten(-2))
+
+
+def rotate(x: Tensor, table: RopeTable) -> Tensor:
+    """Turn the last channels of each vector.
+
+    Args:
+        x: float32 [R, d] or [R, heads, d]; overwritten.
+        table: rows of the R positions, [R, rope_dim].
+
+    Returns:
+        x itself; the turned channels are bf16 values, the others untouched.
+    """
+    cos, sin = table.cos, table.sin
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    tail = x[..., -cos.shape[-1] :]
+    swapped = tail.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    tail.copy_(round_bf16(tail * cos + swapped * sin))
+    return x

@@ -1,0 +1,26 @@
+"""Which experts a token goes to, and with what weight (model.md C.7)."""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.rows import lanewise, matmul_rows, sum_columns
+
+
+def route(
+    x: Tensor, gate: Tensor, bias: Tensor, *, num_topk: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Experts by score + bias, the lower id first among equals; weights from the scores alone.
+
+    Args:
+        x: float32 [R, D].
+        gate: float32 [experts, D].
+        bias: float32 [experts].
+
+    Returns:
+        topk_idx int64 [R, k], best first, and topk_weights float32 [R, k].
+    """
+    scores = lanewise(torch.nn.functional.softplus, matmul_rows(x, gate)).sqrt()
+    order = (scores + bias).sort(dim=1, descending=True, stable=True).indices
+    topk_idx = order[:, :num_topk].contiguous()
+    picked = scores.gather(1, topk_idx)
+    return topk_idx, picked / (sum_columns(picked) + 1e-20) * scaling

@@ -1,0 +1,81 @@
+"""Arithmetic whose result for a row never depends on the other rows: the base of exact serving.
+
+A library may choose another order of summation for another number of rows, and the last elements of
+a vector loop may take a scalar path with other rounding. Both would change a token when a neighbour
+joins the batch. So every matrix product runs as a batch of equal products of `TILE` rows, and every
+transcendental runs over whole groups of vector lanes. `worker_svc.model.invariance` checks both on
+the machine at hand.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+TILE: Final = 8  # rows of one matrix product
+LANES: Final = 64  # at least two vectors of every instruction set, the unit of torch's vector loops
+
+
+def round_bf16(x: Tensor) -> Tensor:
+    """float32 -> the nearest bf16 values, kept as float32."""
+    return x.to(torch.bfloat16).to(torch.float32)
+
+
+def padded(num_rows: int) -> int:
+    """The number of rows after filling the last tile."""
+    return -(-num_rows // TILE) * TILE
+
+
+def pad_rows(x: Tensor, fill: float = 0.0) -> Tensor:
+    """[R, ...] -> [padded(R), ...]; the new rows hold `fill`."""
+    missing = padded(x.shape[0]) - x.shape[0]
+    if missing == 0:
+        return x
+    return torch.cat((x, x.new_full((missing, *x.shape[1:]), fill)))
+
+
+def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T, each row alone.
+
+    Args:
+        x: float32 [R, K].
+        weight: float32 [N, K], as stored.
+
+    Returns:
+        float32 [R, N]. Not `torch.matmul`, which would fold the tiles into one product of R rows.
+    """
+    num_rows, depth = x.shape
+    if num_rows == 0:
+        return x.new_empty((0, weight.shape[0]))
+    tiles = pad_rows(x).view(-1, TILE, depth)
+    product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1))
+    return product.view(-1, weight.shape[0])[:num_rows]
+
+
+def lanewise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply an element-wise function so that no element falls into a scalar remainder loop."""
+    count = x.numel()
+    missing = -count % LANES
+    if missing == 0:
+        return function(x.contiguous())
+    flat = torch.cat((x.reshape(-1), x.new_zeros(missing)))
+    return function(flat)[:count].view(x.shape)
+
+
+def sum_columns(x: Tensor) -> Tensor:
+    """[..., n] -> [..., 1], added from left to right."""
+    total = x[..., :1]
+    for column in range(1, x.shape[-1]):
+        total = total + x[..., column : column + 1]
+    return total
+
+
+def rms_scale(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, [..., 1]."""
+    return torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (model.md C.0): float32 [..., D], weight [D] -> bf16 values as float32."""
+    return round_bf16(x * rms_scale(x, eps) * weight)

@@ -1,0 +1,205 @@
+"""The attention sublayer: window, compressed entries and their choice (model.md C.4 to C.6)."""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.attention import sink_attention
+from phalanx.kernels.reference.compressor import pool_pairs
+from phalanx.kernels.reference.indexer import (
+    candidate_mask,
+    entry_scores,
+    hide_future,
+    select_top,
+)
+from phalanx.kernels.reference.quant import (
+    decode_compressed,
+    decode_index_key,
+    decode_window,
+    encode_compressed,
+    encode_index_key,
+    encode_window,
+    q8_roundtrip,
+    qf4_idx_roundtrip,
+)
+from phalanx.kernels.reference.rope import RopeTable, rotate
+from phalanx.kernels.reference.rows import matmul_rows, rms_norm, round_bf16
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.layers import AttentionWeights
+from phalanx.worker_svc.model.step import Step
+
+ROW_CHUNK = 128  # rows whose vectors are gathered at a time: bounds memory, changes no result
+_SCORE_CHUNK = 1 << 22  # key values that are gathered at a time
+
+
+def project(
+    weights: AttentionWeights, config: ModelConfig, rope: RopeTable, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [R, heads, d], the Q8 form of their latent [R, q_lora], and the window vector [R, d]."""
+    latent, kv = linear(x, weights.q_kv).split((config.q_lora_rank, config.head_dim), dim=-1)
+    latent = q8_roundtrip(rms_norm(latent, weights.q_norm, config.rms_norm_eps))
+    queries = round_bf16(matmul_rows(latent, weights.wq_b))
+    queries = queries.unflatten(-1, (config.num_attention_heads, config.head_dim))
+    kv = rotate(rms_norm(kv, weights.kv_norm, config.rms_norm_eps), rope)
+    return rotate(queries, rope), latent, kv
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """A quantized linear: Q8 of the input, bf16 result (model.md C.0)."""
+    return round_bf16(matmul_rows(q8_roundtrip(x), weight))
+
+
+def output(weights: AttentionWeights, config: ModelConfig, rope: RopeTable, o: Tensor) -> Tensor:
+    """Turn the heads' results back and project them: [R, heads, d] -> [R, D]."""
+    o = rotate(o, rope.inverse()).unflatten(1, (config.o_groups, -1)).flatten(2)
+    parts = [matmul_rows(o[:, group], w) for group, w in enumerate(weights.wo_a)]
+    return linear(round_bf16(torch.cat(parts, dim=-1)), weights.wo_b)
+
+
+def attention(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> Tensor:
+    """The sublayer on normed input x, float32 [P, D] -> bf16 values [P, D].
+
+    Publishes the layer's window records and, where the layer is an owner, entries and choice.
+    """
+    config, rope = step.config, step.rope(layer)
+    queries, latent, kv = project(weights, config, rope, x)
+    step.note("window_kv_pre", layer, kv)
+    record = encode_window(kv)
+    step.window_records[layer] = record
+    kv = decode_window(record)
+    step.note("window_kv", layer, kv)
+    if weights.compressor is not None:
+        _compress(step, weights, layer, x)
+    if weights.indexer is not None:
+        step.selected[layer] = _select(step, weights, layer, x, latent)
+    o = _attend(step, weights, layer, queries, kv)
+    return output(weights, config, rope, o)
+
+
+def ring_vectors(step: Step, ring: int) -> Tensor:
+    """The window vectors before each sequence's first row, float32 [S * (W - 1), d]."""
+    rows = step.rows
+    return decode_window(
+        step.pools.rings[rows.slot_ids.unsqueeze(1), ring, rows.ring_indices]
+    ).flatten(0, 1)
+
+
+def _attend(
+    step: Step, weights: AttentionWeights, layer: int, queries: Tensor, kv: Tensor
+) -> Tensor:
+    config, rows = step.config, step.rows
+    table = torch.cat((ring_vectors(step, layer), kv))
+    owner = config.index_owner(layer)
+    out = torch.empty_like(queries)
+    for start in range(0, rows.num_padded, ROW_CHUNK):
+        part = slice(start, start + ROW_CHUNK)
+        parts = [(table[rows.window[part]], rows.window_empty[part])]
+        if owner is not None:
+            vectors, empty = step.selected[owner]
+            parts.append((vectors[part], empty[part]))
+        out[part] = sink_attention(queries[part], parts, weights.sink, config.head_dim**-0.5)
+    return out
+
+
+def _compress(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> None:
+    """Make the entries and index keys that this step's rows complete, and store them."""
+    assert weights.compressor is not None and weights.index_keys is not None
+    config, entries = step.config, step.rows.entries[step.config.ratio(layer)]
+    kv = matmul_rows(x, weights.compressor.wkv)
+    if entries.ratio == 2:
+        pairs = kv.unflatten(1, (2, config.head_dim))
+        step.pending[layer] = pairs
+        owner = step.pools.layout.pair_owners.index(layer)
+        before = torch.cat((step.pools.pairs[step.rows.slot_ids, owner], pairs))
+        both = torch.stack((before[entries.partners], pairs[entries.rows]), dim=1)
+        latent = pool_pairs(both[:, :, 0], both[:, :, 1])
+    else:
+        latent = round_bf16(kv)[entries.rows]
+    eps = config.rms_norm_eps
+    latent = rms_norm(latent, weights.compressor.norm, eps)
+    step.note("latent", layer, latent)
+    rope = step.ropes.yarn_all.at(entries.positions)
+    keys = round_bf16(matmul_rows(latent, weights.index_keys.wk))
+    keys = rotate(rms_norm(keys, weights.index_keys.norm, eps), rope)
+    record = encode_index_key(keys)
+    step.pools.index_keys[layer][entries.blocks, entries.offsets] = record
+    step.note("index_k", layer, decode_index_key(record))
+    latent = rotate(latent, rope)
+    step.note("compressed_pre", layer, latent)
+    record = encode_compressed(latent)
+    step.pools.compressed[layer][entries.blocks, entries.offsets] = record
+    step.note("compressed", layer, decode_compressed(record))
+
+
+def _select(
+    step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Choose entries for every row; their vectors [P, top-k, d] and empty flags [P, top-k]."""
+    config = step.config
+    entries = step.rows.entries[config.ratio(layer)]
+    scores = _scores(step, weights, layer, x, latent)
+    scores = hide_future(scores, entries.visible)
+    step.note("index_score", layer, scores)
+    if layer == config.candidate_source_layer_id:
+        step.candidates = candidate_mask(
+            scores,
+            entries.visible,
+            block_size=config.candidate_block_size,
+            num_blocks=config.candidate_topk_blocks,
+        )
+        step.note("candidates", layer, step.candidates)
+    elif config.uses_candidates(layer):
+        assert step.candidates is not None
+        scores = scores.masked_fill(~step.candidates, float("-inf"))
+    chosen = select_top(scores, config.index_topk)
+    step.note("topk", layer, chosen)
+    return _selected_vectors(step, layer, chosen)
+
+
+def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:
+    """Index scores of all entries in the pages a row may see, float32 [P, columns * entries]."""
+    assert weights.indexer is not None
+    config, rows = step.config, step.rows
+    entries = rows.entries[config.ratio(layer)]
+    heads, dim = config.index_n_heads, config.index_head_dim
+    queries = round_bf16(matmul_rows(latent, weights.indexer.wq)).unflatten(-1, (heads, dim))
+    queries = qf4_idx_roundtrip(rotate(queries, step.rope(layer)))
+    step.note("index_q", layer, queries)
+    head_weights = round_bf16(matmul_rows(x, weights.indexer.weights_proj))
+    head_weights = round_bf16(head_weights * (dim**-0.5 * heads**-0.5))
+    keys = _page_keys(step, layer)
+    scores = torch.full((rows.num_padded, entries.num_columns, entries.num_entries), float("-inf"))
+    chunk = max(1, _SCORE_CHUNK // (entries.num_entries * dim))
+    for start in range(0, len(entries.pair_rows), chunk):
+        part = slice(start, start + chunk)
+        row = entries.pair_rows[part]
+        scores[row, entries.pair_columns[part]] = entry_scores(
+            queries[row], keys[entries.pair_pages[part]], head_weights[row]
+        )
+    return scores.flatten(1)
+
+
+def _page_keys(step: Step, layer: int) -> Tensor:
+    """The index keys of all pages, decoded once a step for the owner's readers."""
+    owner = step.config.kv_owner(layer)
+    assert owner is not None
+    if owner not in step.index_keys:
+        entries = step.rows.entries[step.config.ratio(layer)]
+        step.index_keys[owner] = decode_index_key(step.pools.index_keys[owner][entries.page_blocks])
+    return step.index_keys[owner]
+
+
+def _selected_vectors(step: Step, layer: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    owner = step.config.kv_owner(layer)
+    assert owner is not None
+    rows = step.rows
+    num_entries = rows.entries[step.config.ratio(layer)].num_entries
+    empty = chosen < 0
+    entry = chosen.clamp(min=0)
+    blocks = rows.block_table[rows.seqs].gather(1, entry // num_entries)
+    # The null block's first entry stands for "none": zeros.
+    record = (blocks * num_entries + entry % num_entries).masked_fill_(empty, 0)
+    needed, place = record.unique(return_inverse=True)
+    vectors = decode_compressed(
+        step.pools.compressed[owner][needed // num_entries, needed % num_entries]
+    )
+    return vectors[place], empty

@@ -1,0 +1,257 @@
+"""One step's work: prompt chunks, decode rows and verification rows side by side.
+
+`StepBatch` is what the scheduler asks for; `StepRows` is the geometry that follows from it, computed
+once and read by every layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.rows import padded
+from phalanx.worker_svc.model.caches import BLOCK_TOKENS, NULL_BLOCK
+from phalanx.worker_svc.model.config import ModelConfig
+
+Int: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """One sequence's part of a step."""
+
+    slot: int
+    start: int  # tokens committed before this step; position of the first row
+    token_ids: Sequence[int]
+    blocks: Sequence[int]  # block ids, from the sequence's first block
+    logits: bool | Sequence[int] = False  # True: the last row; or offsets of rows within the part
+    copy_key: int = 0  # chooses among copies of an expert, together with the position
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """Rows of all sequences, one sequence after the other.
+
+    Attributes:
+        slot_ids: int64 [S], all different.
+        starts: int64 [S], tokens committed before the step.
+        cu_seqlens_q: int64 [S + 1], row ranges, starting with 0; no sequence is empty.
+        token_ids: int64 [R].
+        block_table: int64 [S, max_blocks], padded with the null block.
+        logit_rows: int64 [L], rows whose logits are wanted.
+        copy_keys: int64 [S].
+    """
+
+    slot_ids: Int
+    starts: Int
+    cu_seqlens_q: Int
+    token_ids: Int
+    block_table: Int
+    logit_rows: Int
+    copy_keys: Int
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceRows]) -> "StepBatch":
+        """Lay the sequences out in the given order."""
+        lengths = [len(s.token_ids) for s in sequences]
+        cu = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+        table = np.full(
+            (len(sequences), max((len(s.blocks) for s in sequences), default=0)),
+            NULL_BLOCK,
+            np.int64,
+        )
+        logit_rows: list[int] = []
+        for i, s in enumerate(sequences):
+            table[i, : len(s.blocks)] = s.blocks
+            offsets = [lengths[i] - 1] * s.logits if isinstance(s.logits, bool) else s.logits
+            logit_rows += [int(cu[i]) + offset for offset in offsets]
+        tokens = [token for s in sequences for token in s.token_ids]
+        return cls(
+            slot_ids=np.array([s.slot for s in sequences], np.int64),
+            starts=np.array([s.start for s in sequences], np.int64),
+            cu_seqlens_q=cu,
+            token_ids=np.array(tokens, np.int64),
+            block_table=table,
+            logit_rows=np.array(logit_rows, np.int64),
+            copy_keys=np.array([s.copy_key for s in sequences], np.int64),
+        )
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slot_ids)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def seqlens_q(self) -> Int:
+        return np.diff(self.cu_seqlens_q)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raises ValueError with the first thing that this step could not compute."""
+        lengths = self.seqlens_q
+        if self.num_seqs and lengths.min() < 1:
+            raise ValueError("a sequence of the step has no rows; leave it out of the batch")
+        if len(np.unique(self.slot_ids)) != self.num_seqs:
+            raise ValueError("two sequences of the step share a state slot")
+        ends = self.starts + lengths
+        if self.num_seqs and ends.max() > config.max_positions:
+            raise ValueError(
+                f"a sequence would reach {ends.max()} tokens; the model ends at {config.max_positions}"
+            )
+        bad = (self.token_ids < 0) | (self.token_ids >= config.vocab_size)
+        if bad.any():
+            raise ValueError(
+                f"token id {self.token_ids[bad][0]} is outside the vocabulary of {config.vocab_size}"
+            )
+        needed = -(-ends // BLOCK_TOKENS)
+        have = (self.block_table != NULL_BLOCK).sum(axis=1)
+        if (have < needed).any():
+            row = int(np.argmax(have < needed))
+            raise ValueError(
+                f"sequence {row} of the step has {have[row]} blocks; {ends[row]} tokens need "
+                f"{needed[row]} blocks of {BLOCK_TOKENS} tokens"
+            )
+
+
+@dataclass(frozen=True)
+class EntryRows:
+    """Geometry of the compressed entries of one ratio r. M rows complete an entry in this step.
+
+    A *page* is one (sequence, block) with visible entries; `page_blocks` lists them sequence by
+    sequence. Each (row, page) that the row may see is one *pair*; there are Q of them.
+    """
+
+    ratio: int
+    num_entries: int  # entries per block
+    rows: Tensor  # int64 [M]: the row of each new entry's last token
+    partners: Tensor  # int64 [M]: row of its first token, counted after the S pending tokens
+    blocks: Tensor  # int64 [M]: where the entry is stored
+    offsets: Tensor  # int64 [M]
+    positions: Tensor  # int64 [M]: position of the entry's first token
+    visible: Tensor  # int64 [P]: entries that a row may see
+    page_blocks: Tensor  # int64 [pages]
+    pair_rows: Tensor  # int64 [Q]
+    pair_pages: Tensor  # int64 [Q]: index into page_blocks
+    pair_columns: Tensor  # int64 [Q]: which block of the sequence
+    num_columns: int  # blocks of the longest sequence that have visible entries
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Geometry of a step of R rows, filled up to P rows. Filling rows see themselves alone.
+
+    Attributes:
+        num_rows, num_padded: R and P.
+        seqs, within, positions, slots, token_ids: int64 [P]; `within` counts from the sequence's
+            first row of this step.
+        slot_ids: int64 [S].
+        ring_indices: int64 [S, W - 1]: the ring entries before each sequence's first row.
+        window: int64 [P, W]: rows of the table (S * (W - 1) ring entries, then P step rows).
+        window_empty: bool [P, W].
+        block_table: int64 [S, max_blocks].
+        entries: geometry by ratio.
+    """
+
+    num_rows: int
+    num_padded: int
+    seqs: Tensor
+    within: Tensor
+    positions: Tensor
+    slots: Tensor
+    token_ids: Tensor
+    slot_ids: Tensor
+    ring_indices: Tensor
+    window: Tensor
+    window_empty: Tensor
+    block_table: Tensor
+    entries: dict[int, EntryRows]
+
+
+def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows:
+    """Derive the geometry of a checked batch."""
+    num_rows, num_seqs = batch.num_rows, batch.num_seqs
+    num_padded = padded(num_rows)
+    lengths, cu = batch.seqlens_q, batch.cu_seqlens_q
+    seqs = np.zeros(num_padded, np.int64)
+    seqs[:num_rows] = np.repeat(np.arange(num_seqs), lengths)
+    within = np.zeros(num_padded, np.int64)
+    within[:num_rows] = np.arange(num_rows) - cu[seqs[:num_rows]]
+    positions = within.copy()
+    positions[:num_rows] += batch.starts[seqs[:num_rows]]
+    tokens = np.zeros(num_padded, np.int64)
+    tokens[:num_rows] = batch.token_ids
+    before = config.sliding_window - 1
+    window, empty = _window(seqs, within, positions, num_rows, num_seqs, before)
+    ring = (batch.starts[:, None] - before + np.arange(before)) % ring_size
+    ratios = {config.ratio(layer) for layer in config.kv_source_layer_ids}
+    return StepRows(
+        num_rows=num_rows,
+        num_padded=num_padded,
+        seqs=torch.from_numpy(seqs),
+        within=torch.from_numpy(within),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(batch.slot_ids[seqs]),
+        token_ids=torch.from_numpy(tokens),
+        slot_ids=torch.from_numpy(batch.slot_ids),
+        ring_indices=torch.from_numpy(ring),
+        window=torch.from_numpy(window),
+        window_empty=torch.from_numpy(empty),
+        block_table=torch.from_numpy(batch.block_table),
+        entries={r: _entry_rows(batch, seqs, within, positions, r) for r in sorted(ratios)},
+    )
+
+
+def _window(
+    seqs: Int, within: Int, positions: Int, num_rows: int, num_seqs: int, before: int
+) -> tuple[Int, npt.NDArray[np.bool_]]:
+    """Which vector stands in each window slot: slot i of a row at position t is position t - before + i."""
+    back = np.arange(-before, 1)
+    relative = within[:, None] + back  # to the sequence's first row of this step
+    rows = num_seqs * before + np.arange(len(seqs))[:, None] + back
+    ring = seqs[:, None] * before + before + relative
+    window = np.where(relative >= 0, rows, ring)
+    empty = positions[:, None] + back < 0
+    empty[num_rows:, :-1] = True
+    window[empty] = 0
+    return window, empty
+
+
+def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio: int) -> EntryRows:
+    num_rows = batch.num_rows
+    num_entries = BLOCK_TOKENS // ratio
+    visible = (positions + 1) // ratio
+    visible[num_rows:] = 0
+    (closing,) = np.nonzero((positions[:num_rows] + 1) % ratio == 0)
+    is_first = within[closing] == 0
+    partners = np.where(is_first, seqs[closing], batch.num_seqs + closing - 1)
+    at = positions[closing]
+    # Pages: sequences one after the other, each with as many blocks as its last row can see.
+    last_visible = visible[batch.cu_seqlens_q[1:] - 1]
+    pages = -(-last_visible // num_entries)
+    first_page = np.cumsum(pages) - pages
+    page_seqs = np.repeat(np.arange(batch.num_seqs), pages)
+    page_columns = np.arange(len(page_seqs)) - first_page[page_seqs]
+    row_pages = -(-visible // num_entries)
+    pair_rows = np.repeat(np.arange(len(seqs)), row_pages)
+    pair_columns = np.arange(len(pair_rows)) - (np.cumsum(row_pages) - row_pages)[pair_rows]
+    return EntryRows(
+        ratio=ratio,
+        num_entries=num_entries,
+        rows=torch.from_numpy(closing),
+        partners=torch.from_numpy(partners),
+        blocks=torch.from_numpy(batch.block_table[seqs[closing], at // BLOCK_TOKENS]),
+        offsets=torch.from_numpy(at % BLOCK_TOKENS // ratio),
+        positions=torch.from_numpy(at // ratio * ratio),
+        visible=torch.from_numpy(visible),
+        page_blocks=torch.from_numpy(batch.block_table[page_seqs, page_columns]),
+        pair_rows=torch.from_numpy(pair_rows),
+        pair_pages=torch.from_numpy(first_page[seqs[pair_rows]] + pair_columns),
+        pair_columns=torch.from_numpy(pair_columns),
+        num_columns=int(pages.max(initial=0)),
+    )

@@ -1,0 +1,133 @@
+"""Cache memory as raw bytes: 128-token block records and one state slot per sequence.
+
+Raw bytes, so that pools can lie in shared memory and records can travel to a store unchanged. All
+sizes follow from the configuration (model.md E).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from phalanx.worker_svc.model.config import ModelConfig
+
+BLOCK_TOKENS: Final = 128
+NULL_BLOCK: Final = 0  # pads block tables; never written
+_SLOT_ALIGN: Final = 64
+
+
+@dataclass(frozen=True)
+class OwnerRegion:
+    """Where one KV owner's entries lie within a block record."""
+
+    layer: int
+    ratio: int  # tokens per entry
+    num_entries: int  # entries per block
+    compressed_offset: int  # bytes
+    index_offset: int  # bytes
+
+
+class CacheLayout:
+    """Byte layout of block records and state slots for one configuration.
+
+    A block record holds, owner after owner, its compressed records and then its index keys, and is
+    padded to a multiple of the compressed record. A state slot holds a ring of window records for
+    every layer and then every draft stage (position p at p mod ring), then for every owner of ratio
+    2 the float32 kv and score vectors of a token that waits for its partner.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.owners, used = _regions(config)
+        self.block_bytes = _round_up(used, config.compressed_record_bytes)
+        self.ring_size = config.sliding_window + config.dspark_block_size + 1
+        self.num_rings = config.num_hidden_layers + config.draft_stages
+        self.pair_owners = tuple(o.layer for o in self.owners if o.ratio == 2)
+        ring_bytes = self.num_rings * self.ring_size * config.window_record_bytes
+        self.pair_offset = _round_up(ring_bytes, _SLOT_ALIGN)
+        pair_bytes = len(self.pair_owners) * 2 * config.head_dim * 4
+        self.slot_bytes = _round_up(self.pair_offset + pair_bytes, _SLOT_ALIGN)
+
+
+def _regions(config: ModelConfig) -> tuple[tuple[OwnerRegion, ...], int]:
+    owners, offset = [], 0
+    for layer in config.kv_source_layer_ids:
+        ratio = config.ratio(layer)
+        entries = BLOCK_TOKENS // ratio
+        index_offset = offset + entries * config.compressed_record_bytes
+        owners.append(OwnerRegion(layer, ratio, entries, offset, index_offset))
+        offset = index_offset + entries * config.index_record_bytes
+    return tuple(owners), offset
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+class CachePools:
+    """The blocks and slots of one worker, and typed views into them.
+
+    Args:
+        num_blocks: blocks including the null block 0.
+        num_slots: sequences that can have state at a time.
+        block_buffer, slot_buffer: writable memory of at least num_blocks * block_bytes and
+            num_slots * slot_bytes bytes, which must outlive the pools; None to allocate.
+        history_len: token ids kept per slot; the longest sequence by default.
+
+    Attributes:
+        blocks: uint8 [num_blocks, block_bytes].
+        slots: uint8 [num_slots, slot_bytes].
+        history: int32 [num_slots, history_len], token ids by position.
+        rings: uint8 [num_slots, num_rings, ring_size, window record], a view of `slots`.
+        pairs: float32 [num_slots, owners of ratio 2, 2, head_dim], kv and score; a view of `slots`.
+        compressed, index_keys: per KV owner's layer, uint8 [num_blocks, entries, record], views of
+            `blocks`.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        num_slots: int,
+        block_buffer: memoryview | None = None,
+        slot_buffer: memoryview | None = None,
+        *,
+        history_len: int | None = None,
+    ) -> None:
+        self.layout = layout
+        config = layout.config
+        self.blocks = _pool("block", block_buffer, num_blocks, layout.block_bytes)
+        self.slots = _pool("slot", slot_buffer, num_slots, layout.slot_bytes)
+        length = config.max_positions if history_len is None else history_len
+        self.history = torch.zeros((num_slots, length), dtype=torch.int32)
+        shape = (layout.num_rings, layout.ring_size, config.window_record_bytes)
+        self.rings = self.slots[:, : math.prod(shape)].unflatten(1, shape)
+        pair_shape = (len(layout.pair_owners), 2, config.head_dim)
+        end = layout.pair_offset + math.prod(pair_shape) * 4
+        pairs = self.slots[:, layout.pair_offset : end].view(torch.float32)
+        self.pairs = pairs.unflatten(1, pair_shape)
+        self.compressed: dict[int, Tensor] = {}
+        self.index_keys: dict[int, Tensor] = {}
+        for owner in layout.owners:
+            self.compressed[owner.layer] = self._entries(
+                owner.compressed_offset, owner.num_entries, config.compressed_record_bytes
+            )
+            self.index_keys[owner.layer] = self._entries(
+                owner.index_offset, owner.num_entries, config.index_record_bytes
+            )
+
+    def _entries(self, offset: int, count: int, record: int) -> Tensor:
+        return self.blocks[:, offset : offset + count * record].unflatten(1, (count, record))
+
+
+def _pool(kind: str, buffer: memoryview | None, count: int, size: int) -> Tensor:
+    if buffer is None:
+        return torch.zeros((count, size), dtype=torch.uint8)
+    if buffer.readonly or buffer.nbytes < count * size:
+        raise ValueError(
+            f"the {kind} buffer has {buffer.nbytes} bytes{' and is read-only' * buffer.readonly}; "
+            f"{count} {kind}s need {count * size} writable bytes"
+        )
+    return torch.frombuffer(buffer, dtype=torch.uint8, count=count * size).view(count, size)

@@ -1,0 +1,166 @@
+"""The backbone: one ragged forward for prompt chunks, decode rows and verification rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.hyper import Mix, MixWeights, collapse, expand, mean_copies, mix
+from phalanx.kernels.reference.rope import RopeTable, frequencies, rope_table, stretch
+from phalanx.kernels.reference.rows import matmul_rows, rms_norm
+from phalanx.worker_svc.model.attention import attention
+from phalanx.worker_svc.model.batch import StepBatch, step_rows
+from phalanx.worker_svc.model.caches import CachePools
+from phalanx.worker_svc.model.checkpoint import Weights
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.engram import Engram
+from phalanx.worker_svc.model.layers import LayerWeights, layer_weights, owned
+from phalanx.worker_svc.model.moe import Experts, moe
+from phalanx.worker_svc.model.step import Observer, Ropes, Step
+
+_POSITION_PRIME = 1_000_003  # spreads the positions of one sequence over an expert's copies
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A computed step that has not changed any slot yet. Dropping it abandons the step.
+
+    Attributes:
+        logits: float32 [L, vocab], in the order of the batch's logit_rows.
+        taps: bf16 values [R, taps * D], what the draft model reads of each row.
+        expert_picks: int64 [R, k] by layer, logical experts, for load statistics.
+    """
+
+    logits: Tensor
+    taps: Tensor
+    expert_picks: dict[int, Tensor]
+    _step: Step
+
+    def commit(self, num_accepted: Sequence[int]) -> None:
+        """Keep the first num_accepted rows of each sequence; 0 leaves a sequence as it was."""
+        self._step.commit(torch.tensor(num_accepted, dtype=torch.int64))
+
+
+class Model:
+    """Weights, caches and experts of one rank, ready to step.
+
+    Args:
+        weights: dequantized weights.
+        pools: this rank's caches.
+        experts: where routed experts run.
+    """
+
+    def __init__(self, weights: Weights, pools: CachePools, experts: Experts) -> None:
+        config = weights.config
+        self.config = config
+        self.pools = pools
+        self.experts = experts
+        self.embedding = owned(weights, "embed")
+        self.head = owned(weights, "head")
+        self.final_norm = owned(weights, "norm")
+        self.layers = [layer_weights(weights, i) for i in range(config.num_hidden_layers)]
+        self.engram = Engram(weights)
+        self._plain_rope, self._yarn_rope = rope_tables(config, pools.history.shape[1])
+
+    def begin(self, batch: StepBatch, observer: Observer | None = None) -> Step:
+        """Check a batch, note its tokens in the history, and set up the step.
+
+        Raises:
+            ValueError: the batch cannot be computed; nothing was changed.
+        """
+        batch.check(self.config)
+        rows = step_rows(batch, self.config, self.pools.layout.ring_size)
+        real = slice(0, rows.num_rows)
+        # By position: doing the step again writes the same ids.
+        history = self.pools.history
+        history[rows.slots[real], rows.positions[real]] = rows.token_ids[real].to(torch.int32)
+        yarn = self._yarn_rope
+        ropes = Ropes(self._plain_rope.at(rows.positions), yarn.at(rows.positions), yarn)
+        keys = torch.from_numpy(batch.copy_keys)[rows.seqs] + rows.positions * _POSITION_PRIME
+        return Step(self.config, rows, self.pools, ropes, keys, observer)
+
+    def forward(self, batch: StepBatch, observer: Observer | None = None) -> PendingStep:
+        """Compute one step.
+
+        Writes block records and token history, both by position; window rings and waiting tokens
+        change only in `PendingStep.commit`.
+        """
+        step = self.begin(batch, observer)
+        config, rows = self.config, step.rows
+        h, pre = self.embed(rows.token_ids)
+        units = self.engram.units(step)
+        taps = []
+        for layer in range(config.num_hidden_layers):
+            weights = self.layers[layer]
+            if weights.engram is not None:
+                h = self.engram.apply(step, weights.engram, layer, units, h)
+            if layer in config.dspark_target_layer_ids:
+                taps.append(mean_copies(h))
+                step.note("tap", layer, taps[-1])
+            h, pre = run_layer(step, weights, self.experts, layer, h, pre)
+        final = collapse(h, pre)
+        step.note("final_hidden", config.num_hidden_layers, final)
+        logits = self.logits(final[torch.from_numpy(batch.logit_rows)])
+        joined = torch.cat(taps, dim=-1)[: rows.num_rows]
+        return PendingStep(logits, joined, step.expert_picks, step)
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Equal copies of the embeddings [P, n, D], and the first layer's weights [P, n]."""
+        h = self.embedding[token_ids].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        pre = torch.zeros(h.shape[:2])
+        pre[:, 0] = 1
+        return h, pre
+
+    def logits(self, collapsed: Tensor) -> Tensor:
+        """[L, D] -> float32 [L, vocab]."""
+        normed = rms_norm(collapsed, self.final_norm, self.config.rms_norm_eps)
+        return matmul_rows(normed, self.head)
+
+
+def rope_tables(config: ModelConfig, num_positions: int) -> tuple[RopeTable, RopeTable]:
+    """Tables of the layers without and with compressed entries (model.md C.0)."""
+    dim, yarn = config.qk_rope_head_dim, config.rope_scaling
+    low, high = config.yarn_range
+    plain = frequencies(dim, config.rope_theta)
+    stretched = stretch(
+        frequencies(dim, config.compress_rope_theta), factor=yarn.factor, low=low, high=high
+    )
+    return rope_table(plain, num_positions), rope_table(stretched, num_positions)
+
+
+def run_layer(
+    step: Step, weights: LayerWeights, experts: Experts, layer: int, h: Tensor, pre: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Both sublayers: the stream and the weights with which the next layer reads it.
+
+    The attention reads the stream with the weights of the layer before, the experts with those that
+    this layer's attention made.
+    """
+    config = step.config
+    mixed = _mix(config, weights.attention_mix, h)
+    x = rms_norm(collapse(h, pre), weights.attention.norm, config.rms_norm_eps)
+    step.note("attn_in", layer, x)
+    y = attention(step, weights.attention, layer, x)
+    step.note("attn_out", layer, y)
+    h = expand(y, h, mixed)
+    pre = mixed.pre
+    mixed = _mix(config, weights.moe_mix, h)
+    x = rms_norm(collapse(h, pre), weights.moe.norm, config.rms_norm_eps)
+    step.note("ffn_in", layer, x)
+    y = moe(step, weights.moe, experts, layer, x)
+    step.note("ffn_out", layer, y)
+    h = expand(y, h, mixed)
+    step.note("h_out", layer, h)
+    step.note("pre_mix_out", layer, mixed.pre)
+    return h, mixed.pre
+
+
+def _mix(config: ModelConfig, weights: MixWeights, h: Tensor) -> Mix:
+    return mix(
+        h,
+        weights,
+        iters=config.hc_sinkhorn_iters,
+        hc_eps=config.hc_eps,
+        eps=config.rms_norm_eps,
+    )

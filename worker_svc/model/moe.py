@@ -1,0 +1,155 @@
+"""The mixture-of-experts sublayer, and the interface through which rows reach their experts."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.quant import q8_roundtrip
+from phalanx.kernels.reference.router import route
+from phalanx.kernels.reference.rows import TILE, matmul_rows, round_bf16
+from phalanx.kernels.reference.swiglu import swiglu
+from phalanx.worker_svc.model.checkpoint import Weights
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.layers import MoeWeights
+from phalanx.worker_svc.model.step import Step
+
+
+class Experts(Protocol):
+    """Runs rows on routed experts, wherever those are."""
+
+    def dispatch(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
+    ) -> Any:
+        """Start.
+
+        Args:
+            layer: backbone layer, or num_hidden_layers + draft stage.
+            x: bf16 [R, D], what the experts multiply: already through Q8.
+            topk_idx: int64 [R, k], logical experts.
+            topk_weights: float32 [R, k].
+            copy_keys: int64 [R], chooses among copies of an expert.
+
+        Returns:
+            What `combine` needs.
+        """
+
+    def combine(self, handle: Any) -> Tensor:
+        """Finish: the result of each row and pick, bf16 [R, k, D], not summed."""
+
+
+class LocalExperts:
+    """All experts on this rank: expert e in slot e."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+
+    def dispatch(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
+    ) -> Tensor:
+        num_rows, num_topk = topk_idx.shape
+        pairs = run_expert_pairs(
+            self._weights,
+            layer,
+            topk_idx.flatten(),
+            x.repeat_interleave(num_topk, dim=0),
+            topk_weights.flatten(),
+        )
+        return pairs.view(num_rows, num_topk, -1)
+
+    def combine(self, handle: Tensor) -> Tensor:
+        return handle
+
+
+def run_expert_pairs(
+    weights: Weights, layer: int, slot_ids: Tensor, x_rows: Tensor, pair_weights: Tensor
+) -> Tensor:
+    """Run (row, expert) pairs; a pair's result does not depend on the other pairs.
+
+    Args:
+        layer: backbone layer, or num_hidden_layers + draft stage.
+        slot_ids: int64 [P], slots of this rank.
+        x_rows: bf16 [P, D], already through Q8.
+        pair_weights: float32 [P], routing weights; they enter before the down projection.
+
+    Returns:
+        bf16 [P, D].
+    """
+    w1, w3, w2 = weights.expert_stack(layer)
+    inter, dim = w1.shape[1:]
+    tiles = -(-slot_ids.bincount(minlength=w1.shape[0]) // TILE)
+    ends = tiles.cumsum(0)
+    places = _places(slot_ids, (ends - tiles) * TILE)
+    num_tiles = int(ends[-1])
+    x = torch.zeros((num_tiles * TILE, dim))
+    x[places] = x_rows.to(torch.float32)
+    scale = torch.zeros(num_tiles * TILE)
+    scale[places] = pair_weights
+    gate_up = torch.empty((2, num_tiles, TILE, inter))
+    spans = [
+        (slot, slice(end - count, end))
+        for slot, (end, count) in enumerate(zip(ends.tolist(), tiles.tolist(), strict=True))
+        if count
+    ]
+    x = x.view(num_tiles, TILE, dim)
+    for slot, span in spans:
+        for half, stack in zip(gate_up, (w1, w3), strict=True):
+            _tile_product(x[span], stack[slot], half[span])
+    halves = round_bf16(gate_up).view(2, -1, inter)
+    limit = weights.config.swiglu_limit
+    a = q8_roundtrip(swiglu(torch.cat((halves[0], halves[1]), dim=-1), limit, scale))
+    a = a.view(num_tiles, TILE, inter)
+    y = torch.empty((num_tiles, TILE, dim))
+    for slot, span in spans:
+        _tile_product(a[span], w2[slot], y[span])
+    return y.view(-1, dim)[places].to(torch.bfloat16)
+
+
+def _places(slot_ids: Tensor, starts: Tensor) -> Tensor:
+    """Each pair's row in an array where every slot's pairs begin at starts[slot]."""
+    order = slot_ids.argsort(stable=True)
+    ordered = slot_ids[order]
+    first = torch.searchsorted(ordered, ordered)
+    places = torch.empty_like(slot_ids)
+    places[order] = starts[ordered] + torch.arange(len(ordered)) - first
+    return places
+
+
+def _tile_product(tiles: Tensor, weight: Tensor, out: Tensor) -> None:
+    torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1), out=out)
+
+
+def moe(step: Step, weights: MoeWeights, experts: Experts, layer: int, x: Tensor) -> Tensor:
+    """The sublayer on normed input x, float32 [P, D] -> bf16 values [P, D]."""
+    config = step.config
+    num_topk = (
+        config.num_experts_per_tok
+        if layer < config.num_hidden_layers
+        else config.dspark_num_experts_per_tok
+    )
+    topk_idx, topk_weights = route(
+        x, weights.gate, weights.bias, num_topk=num_topk, scaling=config.routed_scaling_factor
+    )
+    step.note("router_experts", layer, topk_idx)
+    step.note("router_weights", layer, topk_weights)
+    num_rows = step.rows.num_rows  # rows that fill the last tile visit no expert
+    step.expert_picks[layer] = topk_idx[:num_rows]
+    x = q8_roundtrip(x)
+    handle = experts.dispatch(
+        layer,
+        x[:num_rows].to(torch.bfloat16),
+        topk_idx[:num_rows],
+        topk_weights[:num_rows],
+        step.copy_keys[:num_rows],
+    )
+    total = _shared_expert(weights, config, x)  # while rows travel
+    routed = experts.combine(handle)
+    for pick in range(num_topk):
+        total[:num_rows] += routed[:, pick].to(torch.float32)
+    return round_bf16(total)
+
+
+def _shared_expert(weights: MoeWeights, config: ModelConfig, x: Tensor) -> Tensor:
+    gate_up = round_bf16(matmul_rows(x, weights.shared_up))
+    a = q8_roundtrip(swiglu(gate_up, config.swiglu_limit))
+    return round_bf16(matmul_rows(a, weights.shared_down))

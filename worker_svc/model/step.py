@@ -1,0 +1,89 @@
+"""One step's context: what layers publish for later layers, and what is written only at the commit.
+
+A step may be abandoned and done again. So it writes block records at once (an entry's place follows
+from its position, a second run writes the same bytes), but keeps window records and waiting tokens
+aside: a prompt chunk longer than the ring's slack would overwrite entries that a redo still reads.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.rope import RopeTable
+from phalanx.worker_svc.model.batch import StepRows
+from phalanx.worker_svc.model.caches import CachePools
+from phalanx.worker_svc.model.config import ModelConfig
+
+Observer = Callable[[str, int, Tensor], None]  # name, layer, value
+
+
+@dataclass(frozen=True)
+class Ropes:
+    """Rotary tables of one step: `plain` and `yarn` at the rows, all positions for new entries."""
+
+    plain: RopeTable
+    yarn: RopeTable
+    yarn_all: RopeTable
+
+
+@dataclass
+class Step:
+    """State of one running step; P rows.
+
+    Attributes:
+        window_records: uint8 [P, record] by ring.
+        pending: float32 [P, 2, d] (kv, score) by owner of ratio 2.
+        index_keys: float32 [pages, entries, index dim] by KV owner.
+        selected: the vectors and empty flags of the chosen entries, float32 [P, top-k, d] and
+            bool [P, top-k], by index owner.
+        candidates: bool [P, entries], once the candidate source has run.
+        expert_picks: int64 [R, k] by layer.
+    """
+
+    config: ModelConfig
+    rows: StepRows
+    pools: CachePools
+    ropes: Ropes
+    copy_keys: Tensor  # int64 [P]
+    observer: Observer | None = None
+    window_records: dict[int, Tensor] = field(default_factory=dict)
+    pending: dict[int, Tensor] = field(default_factory=dict)
+    index_keys: dict[int, Tensor] = field(default_factory=dict)
+    selected: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    candidates: Tensor | None = None
+    expert_picks: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, layer: int, value: Tensor) -> None:
+        """Show an intermediate result to whoever observes the step; rows that fill tiles included."""
+        if self.observer is not None:
+            self.observer(name, layer, value)
+
+    def rope(self, layer: int) -> RopeTable:
+        """The layer's rotary table at the rows."""
+        return self.ropes.yarn if self.config.uses_yarn(layer) else self.ropes.plain
+
+    def commit(self, num_accepted: Tensor) -> None:
+        """Write the accepted rows' window records and waiting tokens into the slots.
+
+        Args:
+            num_accepted: int64 [S], how many rows of each sequence count, from its first; 0 leaves
+                the sequence as it was.
+        """
+        rows = self.rows
+        ring_size = self.pools.layout.ring_size
+        real = slice(0, rows.num_rows)
+        seqs, within = rows.seqs[real], rows.within[real]
+        accepted = num_accepted[seqs]
+        (kept,) = torch.nonzero(
+            (within < accepted) & (within >= accepted - ring_size), as_tuple=True
+        )
+        slots, places = rows.slots[kept], rows.positions[kept] % ring_size
+        for ring, records in self.window_records.items():
+            self.pools.rings[slots, ring, places] = records[kept]
+        # Only a token at an even position waits, and only the last one.
+        waiting = (within == accepted - 1) & (rows.positions[real] % 2 == 0)
+        (kept,) = torch.nonzero(waiting, as_tuple=True)
+        for i, owner in enumerate(self.pools.layout.pair_owners):
+            self.pools.pairs[rows.slots[kept], i] = self.pending[owner][kept]
