@@ -194,7 +194,7 @@ class RandomWeights:
         if leaf == "k_norm":
             return _f32(0.5 * (1 + 0.1 * self._normal(name, shape)))
         if leaf == "wk":
-            return _f32(np.eye(*shape) + 0.02 * self._normal(name, shape))
+            return _f32(np.eye(shape[0], shape[1]) + 0.02 * self._normal(name, shape))
         if leaf == "weights_proj":
             drawn = self._common + self._normal(name, shape)
             return _f32(drawn / np.sqrt(shape[-1]))
