@@ -61,6 +61,6 @@ def rotate(x: Tensor, table: RopeTable) -> Tensor:
     if x.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     tail = x[..., -cos.shape[-1] :]
-    swapped = tail.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped = tail.reshape(*tail.shape[:-1], tail.shape[-1] // 2, 2).flip(-1).flatten(-2)
     tail.copy_(round_bf16(tail * cos + swapped * sin))
     return x

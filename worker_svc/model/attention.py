@@ -1,5 +1,6 @@
 """The attention sublayer: window, compressed entries and their choice (model.md C.4 to C.6)."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +36,11 @@ def project(
     weights: AttentionWeights, config: ModelConfig, rope: RopeTable, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [R, heads, d], the Q8 form of their latent [R, q_lora], and the window vector [R, d]."""
-    latent, kv = linear(x, weights.q_kv).split((config.q_lora_rank, config.head_dim), dim=-1)
-    latent = q8_roundtrip(rms_norm(latent, weights.q_norm, config.rms_norm_eps))
+    both, rank = linear(x, weights.q_kv), config.q_lora_rank
+    latent = q8_roundtrip(rms_norm(both[:, :rank], weights.q_norm, config.rms_norm_eps))
     queries = round_bf16(matmul_rows(latent, weights.wq_b))
-    queries = queries.unflatten(-1, (config.num_attention_heads, config.head_dim))
-    kv = rotate(rms_norm(kv, weights.kv_norm, config.rms_norm_eps), rope)
+    queries = queries.view(-1, config.num_attention_heads, config.head_dim)
+    kv = rotate(rms_norm(both[:, rank:], weights.kv_norm, config.rms_norm_eps), rope)
     return rotate(queries, rope), latent, kv
 
 
@@ -50,7 +51,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def output(weights: AttentionWeights, config: ModelConfig, rope: RopeTable, o: Tensor) -> Tensor:
     """Turn the heads' results back and project them: [R, heads, d] -> [R, D]."""
-    o = rotate(o, rope.inverse()).unflatten(1, (config.o_groups, -1)).flatten(2)
+    o = rotate(o, rope.inverse()).view(o.shape[0], config.o_groups, -1)
     parts = [matmul_rows(o[:, group], w) for group, w in enumerate(weights.wo_a)]
     return linear(round_bf16(torch.cat(parts, dim=-1)), weights.wo_b)
 
@@ -106,7 +107,7 @@ def _compress(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> N
     config, entries = step.config, step.rows.entries[step.config.ratio(layer)]
     kv = matmul_rows(x, weights.compressor.wkv)
     if entries.ratio == 2:
-        pairs = kv.unflatten(1, (2, config.head_dim))
+        pairs = kv.view(-1, 2, config.head_dim)
         step.pending[layer] = pairs
         owner = step.pools.layout.pair_owners.index(layer)
         before = torch.cat((step.pools.pairs[step.rows.slot_ids, owner], pairs))
@@ -161,7 +162,7 @@ def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
     config, rows = step.config, step.rows
     entries = rows.entries[config.ratio(layer)]
     heads, dim = config.index_n_heads, config.index_head_dim
-    queries = round_bf16(matmul_rows(latent, weights.indexer.wq)).unflatten(-1, (heads, dim))
+    queries = round_bf16(matmul_rows(latent, weights.indexer.wq)).view(-1, heads, dim)
     queries = qf4_idx_roundtrip(rotate(queries, step.rope(layer)))
     step.note("index_q", layer, queries)
     head_weights = round_bf16(matmul_rows(x, weights.indexer.weights_proj))
@@ -198,7 +199,9 @@ def _selected_vectors(step: Step, layer: int, chosen: Tensor) -> tuple[Tensor, T
     blocks = rows.block_table[rows.seqs].gather(1, entry // num_entries)
     # The null block's first entry stands for "none": zeros.
     record = (blocks * num_entries + entry % num_entries).masked_fill_(empty, 0)
-    needed, place = record.unique(return_inverse=True)
+    # Neighbouring rows choose much the same entries: decode each once.
+    unique, inverse = np.unique(record.flatten().numpy(), return_inverse=True)
+    needed, place = torch.from_numpy(unique), torch.from_numpy(inverse).view(record.shape)
     vectors = decode_compressed(
         step.pools.compressed[owner][needed // num_entries, needed % num_entries]
     )

@@ -103,11 +103,11 @@ class CachePools:
         length = config.max_positions if history_len is None else history_len
         self.history = torch.zeros((num_slots, length), dtype=torch.int32)
         shape = (layout.num_rings, layout.ring_size, config.window_record_bytes)
-        self.rings = self.slots[:, : math.prod(shape)].unflatten(1, shape)
+        self.rings = self.slots[:, : math.prod(shape)].view(num_slots, *shape)
         pair_shape = (len(layout.pair_owners), 2, config.head_dim)
         end = layout.pair_offset + math.prod(pair_shape) * 4
         pairs = self.slots[:, layout.pair_offset : end].view(torch.float32)
-        self.pairs = pairs.unflatten(1, pair_shape)
+        self.pairs = pairs.view(num_slots, *pair_shape)
         self.compressed: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         for owner in layout.owners:
@@ -119,7 +119,7 @@ class CachePools:
             )
 
     def _entries(self, offset: int, count: int, record: int) -> Tensor:
-        return self.blocks[:, offset : offset + count * record].unflatten(1, (count, record))
+        return self.blocks[:, offset : offset + count * record].view(-1, count, record)
 
 
 def _pool(kind: str, buffer: memoryview | None, count: int, size: int) -> Tensor:

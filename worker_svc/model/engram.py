@@ -39,8 +39,8 @@ class Engram:
         step.note("engram_ids", layer, ids)
         found = self._weights.engram_rows(layer, ids).to(torch.float32).flatten(1)
         kv = linear(found, weights.wkv)
-        key, value = kv.split((config.hc_mult * config.hidden_size, config.hidden_size), dim=-1)
-        key = key.unflatten(-1, (config.hc_mult, config.hidden_size))
+        kv = kv.view(-1, config.hc_mult + 1, config.hidden_size)
+        key, value = kv[:, :-1], kv[:, -1]
         gates = gate(h, key, weights.gate, config.rms_norm_eps)
         step.note("engram_gate", layer, gates)
         h = add_value(h, gates, value)

@@ -121,7 +121,7 @@ def _attention(weights: Weights, layer: int) -> AttentionWeights:
         wq_b=get("attn.wq_b"),
         kv_norm=get("attn.kv_norm"),
         sink=get("attn.attn_sink"),
-        wo_a=get("attn.wo_a").unflatten(0, (config.o_groups, config.o_lora_rank)),
+        wo_a=get("attn.wo_a").view(config.o_groups, config.o_lora_rank, -1),
         wo_b=get("attn.wo_b"),
         compressor=compressor,
         index_keys=index_keys,
