@@ -1,6 +1,7 @@
 """The pipeline row by row: the seed's worked examples, greedy, filters, bans, broken rows, logprobs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,9 +33,11 @@ def run(
     )
 
 
-def distribution(logits: list[float], row: RowParams, **settings: int) -> dict[int, float]:
+def distribution(
+    logits: list[float], row: RowParams, eos_id: int = -1, force_top_k: int = 4096
+) -> dict[int, float]:
     """Every token the row may become, with its probability, most likely first."""
-    found = run([logits], row, top=len(logits), **settings).logprobs
+    found = run([logits], row, top=len(logits), eos_id=eos_id, force_top_k=force_top_k).logprobs
     assert found is not None
     pairs = zip(found.top_ids[0].tolist(), found.top_logprobs[0].tolist(), strict=True)
     return {token: math.exp(value) for token, value in pairs if token >= 0}
@@ -45,12 +48,8 @@ def rounded(probabilities: dict[int, float]) -> dict[int, float]:
 
 
 def possible(logits: list[float], row: RowParams, draws: int = 400) -> set[int]:
-    rows = [RowParams(**{**fields(row), "seed": seed}) for seed in range(draws)]
+    rows = [replace(row, seed=seed) for seed in range(draws)]
     return set(run([logits] * draws, *rows).tokens.tolist())
-
-
-def fields(row: RowParams) -> dict[str, object]:
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
 
 
 def test_worked_example_of_four_tokens() -> None:

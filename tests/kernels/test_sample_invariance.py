@@ -59,7 +59,7 @@ def odd_logits(count: int, vocab: int, seed: int) -> torch.Tensor:
     return logits
 
 
-def as_lists(found: TokenLogprobs | None) -> list[object]:
+def as_lists(found: TokenLogprobs | None) -> list[list[object]]:
     if found is None:
         return []
     return [found.logprobs.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist()]
@@ -68,7 +68,7 @@ def as_lists(found: TokenLogprobs | None) -> list[object]:
 def row_of(result: SampleResult, i: int) -> list[object]:
     parts: list[object] = [result.tokens[i].item(), result.status[i].item()]
     for found in (result.logprobs, result.raw_logprobs):
-        parts += [values[i] for values in as_lists(found)]  # type: ignore[index]
+        parts += [values[i] for values in as_lists(found)]
     return parts
 
 
@@ -194,7 +194,22 @@ def test_log_sum_exp_is_the_same_for_a_row_alone_and_in_a_prompt(
     whole = prompt_logprobs(logits, ids, num_top=3)
     for i in range(count):
         alone = prompt_logprobs(logits[i : i + 1], ids[i : i + 1], num_top=3)
-        assert [v[0] for v in as_lists(alone)] == [v[i] for v in as_lists(whole)]  # type: ignore[index]
+        assert [v[0] for v in as_lists(alone)] == [v[i] for v in as_lists(whole)]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_sums_do_not_depend_on_the_order_of_the_tokens(vocab: int) -> None:
+    """Renaming the tokens renames the logprobs and changes no bit: no float is added to another."""
+    gen = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(9, vocab, generator=gen) * 3
+    names = torch.randperm(vocab, generator=gen)
+    ids = torch.randint(vocab, (9,), generator=gen)
+    renamed = torch.empty_like(logits)
+    renamed[:, names] = logits
+    want, got = prompt_logprobs(logits, ids, 5), prompt_logprobs(renamed, names[ids], 5)
+    assert got.logprobs.tolist() == want.logprobs.tolist()
+    assert got.top_logprobs.tolist() == want.top_logprobs.tolist()
+    assert torch.equal(got.top_ids, names[want.top_ids])
 
 
 def test_prompt_logprobs_equal_decode_logprobs() -> None:

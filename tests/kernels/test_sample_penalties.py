@@ -1,5 +1,7 @@
 """Edits of the logits equal a plain loop over each row, to the bit, and never reach another row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -102,13 +104,14 @@ def test_an_id_outside_the_vocabulary_never_reaches_a_neighbour(bad: int) -> Non
 
 
 def test_min_tokens_bans_end_and_stop_until_reached() -> None:
-    def banned(num_outputs: int, **settings: int) -> list[int]:
-        row = RowParams(output_ids=[5] * num_outputs, stop_ids=(4, 7), **settings)
+    def banned(settings: RowParams, num_outputs: int) -> list[int]:
+        row = replace(settings, output_ids=[5] * num_outputs, stop_ids=(4, 7))
         edited = edit_logits(torch.zeros(1, VOCAB), SamplingRows.of([row], eos_id=EOS), None)
         return (edited[0] == -INF).nonzero()[:, 0].tolist()
 
-    assert [banned(n, min_tokens=2) for n in range(4)] == [[2, 4, 7], [2, 4, 7], [], []]
-    assert [banned(n, first_n_no_eos=1) for n in range(3)] == [[2], [], []]  # stop ids stay legal
+    at_least_two, no_end_first = RowParams(min_tokens=2), RowParams(first_n_no_eos=1)
+    assert [banned(at_least_two, n) for n in range(4)] == [[2, 4, 7], [2, 4, 7], [], []]
+    assert [banned(no_end_first, n) for n in range(3)] == [[2], [], []]  # stop ids stay legal
 
 
 @given(st.integers(1, 100), st.integers(0, 2**32 - 1))
