@@ -29,6 +29,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from phalanx.services.tokenizer.encode import CJK, DIGIT, WORDS
+
 VOCAB_SIZE = 4096
 HERE = Path(__file__).parent
 
@@ -80,12 +82,7 @@ CONFIG_NAMES = {
 
 # V4.1's three splits, except that digits stand alone: 4,096 entries have no room for the thousand
 # numbers of up to three digits, and half of them would be worse for arithmetic than none.
-DIGITS = r"\p{N}"
-CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
-WORDS = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+SPLITS = (DIGIT, CJK, WORDS)
 
 CODE_MODULES = ("argparse", "dataclasses", "heapq", "json.decoder", "statistics", "textwrap")
 
@@ -208,7 +205,7 @@ def corpus() -> Iterator[str]:
 def build() -> Tokenizer:
     """Trains the BPE on `corpus` and appends the special tokens."""
     tokenizer = Tokenizer(models.BPE())
-    splits = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in (DIGITS, CJK, WORDS)]
+    splits = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in SPLITS]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
