@@ -58,6 +58,10 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._plain
 
+    def names(self) -> list[str]:
+        """What `[]` gives, in the order of the checkpoint's table."""
+        return list(self._plain)
+
     def is_quantized(self, name: str) -> bool:
         """Whether the linear's input must go through Q8 first (stored as FP8 or FP4)."""
         spec = self._checkpoint.specs.get(f"{name}.weight")

@@ -3,6 +3,7 @@
 Source: model.md C.3.
 """
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -86,4 +87,5 @@ def _store(stored: Path, made: npt.NDArray[np.int64]) -> None:
             np.save(file, made, allow_pickle=False)
         part.replace(stored)
     except OSError:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
