@@ -361,6 +361,7 @@ class SeatLoad(Message, frozen=True):
     total_blocks: int = 0
     free_slots: int = 0
     total_slots: int = 0
+    worker_incarnation: int = 0  # the worker it serves; 0: does not say
 
 
 BusToGateway = (
@@ -384,7 +385,11 @@ BusFromGateway = (
 
 
 class Put(Message, frozen=True):
-    """Store one record, copied from the handle. Answer: PutDone. The handle is free after that."""
+    """Store one record, copied from the handle. Answer: PutDone. The handle is free after that.
+
+    The sender waits until `deadline_ns` and then reuses the memory: a copy that is not finished by
+    then is thrown away (stored: false).
+    """
 
     call: int
     key: bytes
@@ -392,6 +397,7 @@ class Put(Message, frozen=True):
     handle: Handle
     ack: Literal["memory", "disk"] = "memory"
     ttl_s: int = 0  # 0: the default class
+    deadline_ns: int = 0  # CLOCK_MONOTONIC, looked at after the copy; 0: none
 
 
 class PutDone(Message, frozen=True):
@@ -581,5 +587,12 @@ class HealthUpdate(Message, frozen=True):
     reasons: tuple[str, ...]
 
 
+class Drain(Message, frozen=True):
+    """To the gateway, just before SIGTERM: accept nothing more, finish what runs within this time,
+    end the rest with code `shutdown`, then exit."""
+
+    timeout_ms: int
+
+
 ToSupervisor = Ready | Progress | StatusQuery | Shutdown
-FromSupervisor = TopologyChanged | HealthUpdate | StatusReply | ShutdownDone | Error
+FromSupervisor = TopologyChanged | HealthUpdate | Drain | StatusReply | ShutdownDone | Error
