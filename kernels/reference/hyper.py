@@ -60,44 +60,27 @@ def sinkhorn(logits: Tensor, copies: int, *, iters: int, eps: float) -> Tensor:
     Returns:
         float32 [R, n, n].
     """
-    # Rows of the batch lie innermost: numpy then works on whole vectors with little overhead, and
-    # each sum of n values has a written order.
+    # Rows of the batch lie innermost: numpy then adds whole vectors, from the first to the last of
+    # the n summands, and has little overhead.
     a = logits.t().contiguous().view(copies, copies, -1)
     a = lanewise(torch.exp, a - a.amax(dim=1, keepdim=True))
-    matrix: npt.NDArray[np.float32] = a.numpy()
-    total = np.empty(matrix.shape[1:], np.float32)
-    by_row, by_column = np.moveaxis(matrix, 1, 0), matrix
-    _sum_slices(by_row, total)
-    matrix /= total[:, None]
-    matrix += np.float32(eps)
-    _divide_by_sums(by_column, total, eps)
-    for _ in range(iters - 1):
-        _divide_by_sums(by_row, total, eps)
-        _divide_by_sums(by_column, total, eps)
-    return torch.from_numpy(matrix).permute(2, 0, 1).contiguous()
-
-
-def _sum_slices(slices: npt.NDArray[np.float32], total: npt.NDArray[np.float32]) -> None:
-    """total = slices[0] + slices[1] + ..., from left to right."""
-    np.add(slices[0], slices[1], out=total)
-    for part in slices[2:]:
-        np.add(total, part, out=total)
-
-
-def _divide_by_sums(
-    slices: npt.NDArray[np.float32], total: npt.NDArray[np.float32], eps: float
-) -> None:
-    _sum_slices(slices, total)
-    np.add(total, np.float32(eps), out=total)
-    np.divide(slices, total, out=slices)
+    by_column: npt.NDArray[np.float32] = a.numpy()
+    by_row = np.moveaxis(by_column, 1, 0)
+    total = np.add.reduce(by_row, axis=0)
+    small = np.full_like(total, eps)
+    np.divide(by_row, total, out=by_row)
+    by_row += np.float32(eps)
+    for half in range(2 * iters - 1):
+        parts = by_row if half % 2 else by_column
+        np.add.reduce(parts, axis=0, out=total)
+        np.add(total, small, out=total)
+        np.divide(parts, total, out=parts)
+    return a.permute(2, 0, 1).contiguous()
 
 
 def collapse(h: Tensor, weights: Tensor) -> Tensor:
     """sum_c weights_c * h_c -> bf16 values [R, D]; h [R, n, D], weights [R, n]."""
-    total = h[:, 0] * weights[:, :1]
-    for copy in range(1, h.shape[1]):
-        total += h[:, copy] * weights[:, copy : copy + 1]
-    return round_bf16(total)
+    return round_bf16(_sum_copies(weights.unsqueeze(-1) * h))
 
 
 def expand(y: Tensor, h: Tensor, mixed: Mix) -> Tensor:
@@ -107,16 +90,19 @@ def expand(y: Tensor, h: Tensor, mixed: Mix) -> Tensor:
         y: float32 [R, D], the sublayer's result.
         h: float32 [R, n, D], the stream that the sublayer read.
     """
-    comb = mixed.comb.unsqueeze(-1)
-    total = comb[:, 0] * h[:, :1]
-    for copy in range(1, h.shape[1]):
-        total += comb[:, copy] * h[:, copy : copy + 1]
-    return round_bf16(mixed.post.unsqueeze(-1) * y.unsqueeze(1) + total)
+    copies = _sum_copies(mixed.comb.unsqueeze(-1) * h.unsqueeze(2))
+    return round_bf16(mixed.post.unsqueeze(-1) * y.unsqueeze(1) + copies)
 
 
 def mean_copies(h: Tensor) -> Tensor:
     """Plain mean of the copies, bf16 values [R, D]: what the draft model reads."""
-    total = h[:, 0]
-    for copy in range(1, h.shape[1]):
-        total = total + h[:, copy]
-    return round_bf16(total / h.shape[1])
+    return round_bf16(_sum_copies(h) / h.shape[1])
+
+
+def _sum_copies(x: Tensor) -> Tensor:
+    """Sum over dimension 1, from the first copy to the last.
+
+    Torch adds whole slices along a dimension that is not the innermost; tests compare with the
+    written-out sum.
+    """
+    return x.sum(dim=1)

@@ -1,7 +1,7 @@
 """Which experts a token goes to, and with what weight (model.md C.7)."""
 
-import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from phalanx.kernels.reference.rows import lanewise, matmul_rows, sum_columns
 
@@ -19,7 +19,7 @@ def route(
     Returns:
         topk_idx int64 [R, k], best first, and topk_weights float32 [R, k].
     """
-    scores = lanewise(torch.nn.functional.softplus, matmul_rows(x, gate)).sqrt()
+    scores = lanewise(softplus, matmul_rows(x, gate)).sqrt()
     order = (scores + bias).sort(dim=1, descending=True, stable=True).indices
     topk_idx = order[:, :num_topk].contiguous()
     picked = scores.gather(1, topk_idx)

@@ -19,7 +19,7 @@ LANES: Final = 64  # at least two vectors of every instruction set, the unit of 
 
 def round_bf16(x: Tensor) -> Tensor:
     """float32 -> the nearest bf16 values, kept as float32."""
-    return x.to(torch.bfloat16).to(torch.float32)
+    return x.bfloat16().float()
 
 
 def padded(num_rows: int) -> int:

@@ -2,6 +2,8 @@
 
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -75,48 +77,56 @@ def run_expert_pairs(
     Returns:
         bf16 [P, D].
     """
-    w1, w3, w2 = weights.expert_stack(layer)
-    inter, dim = w1.shape[1:]
-    tiles = -(-slot_ids.bincount(minlength=w1.shape[0]) // TILE)
-    ends = tiles.cumsum(0)
-    places = _places(slot_ids, (ends - tiles) * TILE)
-    num_tiles = int(ends[-1])
+    w1, w3, w2 = (stack.transpose(1, 2) for stack in weights.expert_stack(layer))
+    dim, inter = w1.shape[1:]
+    places, spans, num_tiles = _tiles(slot_ids.numpy(), w1.shape[0])
     x = torch.zeros((num_tiles * TILE, dim))
-    x[places] = x_rows.to(torch.float32)
+    x[places] = x_rows.float()
     scale = torch.zeros(num_tiles * TILE)
     scale[places] = pair_weights
-    gate_up = torch.empty((2, num_tiles, TILE, inter))
+    x = x.view(num_tiles, TILE, dim)
+    gate = torch.empty((num_tiles, TILE, inter))
+    up = torch.empty_like(gate)
+    for slot, start, end in spans:
+        rows = x[start:end]
+        torch.bmm(rows, w1[slot].expand(end - start, -1, -1), out=gate[start:end])
+        torch.bmm(rows, w3[slot].expand(end - start, -1, -1), out=up[start:end])
+    a = swiglu(
+        round_bf16(gate).view(-1, inter),
+        round_bf16(up).view(-1, inter),
+        weights.config.swiglu_limit,
+        scale,
+    )
+    a = q8_roundtrip(a).view(num_tiles, TILE, inter)
+    y = torch.empty((num_tiles, TILE, dim))
+    for slot, start, end in spans:
+        torch.bmm(a[start:end], w2[slot].expand(end - start, -1, -1), out=y[start:end])
+    return y.view(-1, dim)[places].bfloat16()
+
+
+def _tiles(
+    slot_ids: npt.NDArray[np.int64], num_slots: int
+) -> tuple[Tensor, list[tuple[int, int, int]], int]:
+    """Gather the pairs of each slot in tiles.
+
+    Returns:
+        Each pair's row in the tiled array, int64 [P]; the slots that have pairs, as (slot, first
+        tile, end tile); and the number of tiles.
+    """
+    counts = np.bincount(slot_ids, minlength=num_slots)
+    tiles = -(-counts // TILE)
+    ends = np.cumsum(tiles)
+    order = np.argsort(slot_ids, kind="stable")
+    first_pair = np.cumsum(counts) - counts
+    shift = (ends - tiles) * TILE - first_pair
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order)) + shift[slot_ids[order]]
     spans = [
-        (slot, slice(end - count, end))
+        (slot, end - count, end)
         for slot, (end, count) in enumerate(zip(ends.tolist(), tiles.tolist(), strict=True))
         if count
     ]
-    x = x.view(num_tiles, TILE, dim)
-    for slot, span in spans:
-        for half, stack in zip(gate_up, (w1, w3), strict=True):
-            _tile_product(x[span], stack[slot], half[span])
-    halves = round_bf16(gate_up).view(2, -1, inter)
-    limit = weights.config.swiglu_limit
-    a = q8_roundtrip(swiglu(torch.cat((halves[0], halves[1]), dim=-1), limit, scale))
-    a = a.view(num_tiles, TILE, inter)
-    y = torch.empty((num_tiles, TILE, dim))
-    for slot, span in spans:
-        _tile_product(a[span], w2[slot], y[span])
-    return y.view(-1, dim)[places].to(torch.bfloat16)
-
-
-def _places(slot_ids: Tensor, starts: Tensor) -> Tensor:
-    """Each pair's row in an array where every slot's pairs begin at starts[slot]."""
-    order = slot_ids.argsort(stable=True)
-    ordered = slot_ids[order]
-    first = torch.searchsorted(ordered, ordered)
-    places = torch.empty_like(slot_ids)
-    places[order] = starts[ordered] + torch.arange(len(ordered)) - first
-    return places
-
-
-def _tile_product(tiles: Tensor, weight: Tensor, out: Tensor) -> None:
-    torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1), out=out)
+    return torch.from_numpy(places), spans, int(ends[-1])
 
 
 def moe(step: Step, weights: MoeWeights, experts: Experts, layer: int, x: Tensor) -> Tensor:
@@ -137,7 +147,7 @@ def moe(step: Step, weights: MoeWeights, experts: Experts, layer: int, x: Tensor
     x = q8_roundtrip(x)
     handle = experts.dispatch(
         layer,
-        x[:num_rows].to(torch.bfloat16),
+        x[:num_rows].bfloat16(),
         topk_idx[:num_rows],
         topk_weights[:num_rows],
         step.copy_keys[:num_rows],
@@ -145,11 +155,11 @@ def moe(step: Step, weights: MoeWeights, experts: Experts, layer: int, x: Tensor
     total = _shared_expert(weights, config, x)  # while rows travel
     routed = experts.combine(handle)
     for pick in range(num_topk):
-        total[:num_rows] += routed[:, pick].to(torch.float32)
+        total[:num_rows] += routed[:, pick].float()
     return round_bf16(total)
 
 
 def _shared_expert(weights: MoeWeights, config: ModelConfig, x: Tensor) -> Tensor:
-    gate_up = round_bf16(matmul_rows(x, weights.shared_up))
-    a = q8_roundtrip(swiglu(gate_up, config.swiglu_limit))
+    gate, up = round_bf16(matmul_rows(x, weights.shared_up)).chunk(2, dim=-1)
+    a = q8_roundtrip(swiglu(gate, up, config.swiglu_limit))
     return round_bf16(matmul_rows(a, weights.shared_down))
