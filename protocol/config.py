@@ -22,7 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0  # KV blocks of 128 tokens, null block included; 0: sized from kv_bytes
-    kv_bytes: int = 256 << 20  # memory for KV blocks and state slots of one rank
+    kv_bytes: int = 64 << 20  # memory for KV blocks and state slots of one rank
     threads: int = 1  # torch threads; part of the numerics fingerprint
 
 
@@ -58,6 +58,10 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def run_path(self) -> Path:
         return Path(self.run_dir)
+
+    @property
+    def model_path(self) -> Path:
+        return Path(self.model_dir)
 
     @property
     def kv_dir(self) -> Path:

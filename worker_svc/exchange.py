@@ -97,17 +97,17 @@ class Exchange:
         self._arenas: list[Arena] = []
         self._inboxes: dict[int, Inbox] = {}
         self._outboxes: dict[int, Inbox] = {}
-        peers = [member for member in self._members if member != seat]
-        if peers:
+        self.peers = [member for member in self._members if member != seat]
+        if self.peers:
             name = region_name(node, seat, incarnation, epoch)
             own = Arena.create(name, len(members) * shape.source_bytes, f"worker-{seat}")
             self._arenas.append(own)
-            self._inboxes = {peer: self._inbox(own, peer) for peer in peers}
+            self._inboxes = {peer: self._inbox(own, peer) for peer in self.peers}
 
     def connect(self, group: Group, incarnations: dict[int, int]) -> None:
         """Map every peer's region. `incarnations` gives each member's worker incarnation."""
         self._group = group
-        for peer in group.peers:
+        for peer in self.peers:
             theirs = Arena.attach(region_name(self._node, peer, incarnations[peer], self._epoch))
             self._arenas.append(theirs)
             self._outboxes[peer] = self._inbox(theirs, self._seat)

@@ -1,0 +1,72 @@
+"""Questions to a running node's supervisor, and whether there is a node at all."""
+
+import fcntl
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import zmq
+
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.config import default_run_dir
+from phalanx.protocol.errors import ExitCode, PhalanxError
+from phalanx.protocol.link import connect_dealer
+from phalanx.protocol.messages import Error, FromSupervisor, Shutdown, StatusQuery
+from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, endpoint
+
+R = TypeVar("R")
+
+
+class NoNode(PhalanxError):
+    exit_code = ExitCode.NO_NODE
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(f"no node is running in {run_dir}; start one with: phalanx up")
+
+
+class NoAnswer(PhalanxError):
+    exit_code = ExitCode.TIME_LIMIT
+
+
+def find_run_dir(run_dir: Path | None) -> Path:
+    """The run directory of a command, made absolute."""
+    return (run_dir or default_run_dir()).absolute()
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a supervisor holds the node's lock."""
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def ask(run_dir: Path, question: StatusQuery | Shutdown, answer: type[R], timeout_s: float) -> R:
+    """Send one question and return its answer.
+
+    Raises NoNode at once when no supervisor lives there, NoAnswer when the time is up.
+    """
+    if not is_running(run_dir):
+        raise NoNode(run_dir)
+    decoder = Decoder[FromSupervisor](FromSupervisor)
+    socket = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET))
+    try:
+        socket.send(encode(question))
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not socket.poll(int(min(left_s, 0.25) * 1000) + 1, zmq.POLLIN):
+                if not is_running(run_dir):
+                    raise NoNode(run_dir)
+                continue
+            message = decoder.decode(socket.recv())
+            if isinstance(message, answer) and getattr(message, "call", None) == question.call:
+                return message
+            if isinstance(message, Error):
+                raise PhalanxError(message.message)
+        raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s")
+    finally:
+        socket.close()

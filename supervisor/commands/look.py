@@ -1,0 +1,221 @@
+"""`phalanx queues`, `logs`, `kv`, `eplb`: what a running node holds."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.table import Table
+
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.config import load_config
+from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.link import connect_dealer
+from phalanx.protocol.messages import (
+    EplbReply,
+    Error,
+    KVReply,
+    KVStats,
+    KVStatsReply,
+    Message,
+    PlanReply,
+    PlanShow,
+)
+from phalanx.protocol.rundir import EPLB_SOCKET, KVSTORE_SOCKET, LOG_DIR, endpoint
+from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
+from phalanx.supervisor.commands.common import console, json_option, print_json, run_dir_option
+
+R = TypeVar("R")
+_REQUEST_COLUMNS = (
+    "request_id",
+    "slot",
+    "state",
+    "phase",
+    "age_ms",
+    "prompt_tokens",
+    "output_tokens",
+    "max_tokens",
+    "blocks",
+    "preemptions",
+)
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+@click.command()
+@run_dir_option
+@json_option
+def queues(run_dir: Path | None, as_json: bool) -> None:
+    """Every request with its rank, state and age, read from shared memory: works while a scheduler hangs."""
+    from phalanx.protocol.queues import read_queues  # numpy: only here
+
+    path = _running(run_dir)
+    found = read_queues(load_config(path).node)
+    if as_json:
+        print_json(found)
+        return
+    table = Table(title="ranks")
+    for column in ("rank", "epoch", "waiting", "running", "free blocks", "free slots"):
+        table.add_column(column, justify="right")
+    for rank in found["ranks"]:
+        table.add_row(
+            str(rank["slot"]),
+            str(rank["epoch"]),
+            str(rank["waiting"]),
+            str(rank["running"]),
+            f"{rank['free_blocks']}/{rank['total_blocks']}",
+            f"{rank['free_slots']}/{rank['total_slots']}",
+        )
+    console.print(table)
+    if not found["requests"]:
+        return
+    table = Table(title="requests")
+    for column in _REQUEST_COLUMNS:
+        table.add_column(column.replace("_", " "))
+    for request in found["requests"]:
+        table.add_row(*(str(request[column]) for column in _REQUEST_COLUMNS))
+    console.print(table)
+
+
+@click.command()
+@click.argument("process", required=False)
+@click.option("--level", type=click.Choice(_LEVELS), default="debug", help="Least level shown.")
+@click.option("--tail", type=int, default=200, help="Lines of each process; 0: all.")
+@click.option("--follow", "-f", is_flag=True)
+@run_dir_option
+@json_option
+def logs(
+    process: str | None, level: str, tail: int, follow: bool, run_dir: Path | None, as_json: bool
+) -> None:
+    """The log of one PROCESS (e.g. worker-0), or of all in order of time."""
+    folder = find_run_dir(run_dir) / LOG_DIR
+    files = sorted(folder.glob(f"{process or '*'}.log"))
+    if not files:
+        have = ", ".join(sorted(file.stem for file in folder.glob("*.log")))
+        raise click.UsageError(
+            f"no log of {process or 'any process'} in {folder}; there are: {have}"
+        )
+    least = _LEVELS.index(level)
+    lines = [line for file in files for line in _last_lines(file, tail)]
+    for line in sorted(lines, key=lambda event: str(event.get("timestamp", ""))):
+        _show(line, least, as_json)
+    if follow:
+        for line in _follow(files):
+            _show(line, least, as_json)
+
+
+def _last_lines(file: Path, tail: int) -> list[dict[str, Any]]:
+    lines = file.read_text(errors="replace").splitlines()
+    return [_parsed(line) for line in (lines[-tail:] if tail else lines)]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        event = None
+    return event if isinstance(event, dict) else {"event": line}
+
+
+def _follow(files: list[Path]) -> Iterator[dict[str, Any]]:
+    handles = [file.open(errors="replace") for file in files]
+    for handle in handles:
+        handle.seek(0, 2)
+    while True:
+        lines = [line for handle in handles for line in handle]
+        yield from map(_parsed, lines)
+        if not lines:
+            time.sleep(0.1)
+
+
+def _show(event: dict[str, Any], least: int, as_json: bool) -> None:
+    level = str(event.get("level", "info"))
+    if level in _LEVELS and _LEVELS.index(level) < least:
+        return
+    if as_json:
+        print_json(event)
+        return
+    known = ("timestamp", "level", "process", "event", "incarnation", "exception")
+    rest = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
+    when = str(event.get("timestamp", ""))[11:23]
+    name = str(event.get("process", ""))
+    print(f"{when} {level:7} {name:12} {event.get('event', '')} {rest}".rstrip())
+    if "exception" in event:
+        print(event["exception"])
+
+
+@click.group()
+def kv() -> None:
+    """The KV store."""
+
+
+@kv.command()
+@run_dir_option
+@json_option
+def stats(run_dir: Path | None, as_json: bool) -> None:
+    """What the KV store holds and how it is used."""
+    reply = _ask(_running(run_dir), KVSTORE_SOCKET, KVStats(1), KVReply, KVStatsReply)
+    _print_fields(reply, as_json)
+
+
+@click.group()
+def eplb() -> None:
+    """Expert placement."""
+
+
+@eplb.command()
+@run_dir_option
+@json_option
+def show(run_dir: Path | None, as_json: bool) -> None:
+    """The planner's last plan: predicted balance of each layer."""
+    reply = _ask(_running(run_dir), EPLB_SOCKET, PlanShow(1), EplbReply, PlanReply)
+    if as_json:
+        document = {
+            "layers": reply.layers,
+            "plan_age_s": reply.plan_age_s,
+            "applied": reply.applied,
+            "refused": reply.refused,
+        }
+        print_json(document)
+        return
+    age = "none yet" if reply.plan_age_s is None else f"{reply.plan_age_s:.0f} s old"
+    table = Table(title=f"plan: {age}, applied {reply.applied}, refused {reply.refused}")
+    for column in ("layer", "busiest/mean", "bound", "copies"):
+        table.add_column(column, justify="right")
+    for layer in reply.layers:
+        table.add_row(
+            str(layer.layer), f"{layer.moe_lb:.3f}", f"{layer.bound:.3f}", str(layer.copies)
+        )
+    console.print(table)
+
+
+def _running(run_dir: Path | None) -> Path:
+    path = find_run_dir(run_dir)
+    if not is_running(path):
+        raise NoNode(path)
+    return path
+
+
+def _ask(run_dir: Path, socket_name: str, question: Message, union: Any, answer: type[R]) -> R:
+    socket = connect_dealer(endpoint(run_dir, socket_name))
+    try:
+        socket.send(encode(question))
+        if not socket.poll(5000):
+            raise NoAnswer(f"{socket_name.removesuffix('.sock')} did not answer within 5 s")
+        reply = Decoder[Any](union).decode(socket.recv())
+    finally:
+        socket.close()
+    if isinstance(reply, Error):
+        raise PhalanxError(reply.message)
+    assert isinstance(reply, answer)
+    return reply
+
+
+def _print_fields(reply: Any, as_json: bool) -> None:
+    fields = {name: getattr(reply, name) for name in reply.__struct_fields__ if name != "call"}
+    if as_json:
+        print_json(fields)
+    else:
+        for name, value in fields.items():
+            console.print(f"{name:10} {value}")

@@ -1,0 +1,236 @@
+"""`phalanx up`, `down`, `status`, `epochs`: the life of a node."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import click
+import msgspec
+from rich.table import Table
+
+from phalanx.protocol.config import NodeConfig, parse_config
+from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
+from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS
+from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
+from phalanx.protocol.rundir import LOG_DIR, prepare
+from phalanx.supervisor.ask import NoAnswer, NoNode, ask, find_run_dir, is_running
+from phalanx.supervisor.commands.common import (
+    console,
+    errors,
+    finish,
+    json_option,
+    print_json,
+    run_dir_option,
+)
+
+FAILURE_FILE = "failed.json"  # written by a supervisor that gives up: {"code", "reason"}
+_POLL_S = 0.05
+
+
+@click.command()
+@click.option("--model", default=None, help="tiny, random-tiny or a checkpoint directory.")
+@click.option("--ranks", type=int, default=None, help="Workers, one a GPU.")
+@click.option("--device", type=click.Choice(["cpu", "cuda", "null"]), default=None)
+@click.option(
+    "--config", "config_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)
+)
+@click.option("--detach", is_flag=True, help="Return when the node is ready; it runs on.")
+@run_dir_option
+@json_option
+def up(
+    model: str | None,
+    ranks: int | None,
+    device: str | None,
+    config_file: Path | None,
+    detach: bool,
+    run_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Start a node: supervisor, gateway, tokenizers, schedulers, workers, KV store, planner.
+
+    \b
+    In the foreground it shows what runs until Ctrl-C (a second Ctrl-C stops at once).
+    """
+    config = build_config(
+        parse_config(config_file) if config_file else NodeConfig(),
+        find_run_dir(run_dir),
+        {"model": model, "ranks": ranks, "device": device},
+    )
+    if is_running(config.run_path):
+        raise PhalanxError(
+            f"a node already runs in {config.run_path}: use another --run-dir, or phalanx down"
+        )
+    config.save()
+    if detach:
+        status = start_detached(config, quiet=as_json)
+        report = {
+            "run_dir": config.run_dir,
+            "ready_s": status.ready_s,
+            "ranks": config.ranks,
+            "phases": status.phases,
+        }
+        if as_json:
+            print_json(report)
+        else:
+            console.print(
+                f"ready in {status.ready_s:.1f} s: {config.ranks} ranks in {config.run_dir}"
+            )
+        return
+    from phalanx.supervisor.commands.foreground import run_in_foreground
+
+    finish(run_in_foreground(config, as_json))
+
+
+def build_config(base: NodeConfig, run_dir: Path, given: dict[str, Any]) -> NodeConfig:
+    """The configuration of a new node: file, then options; checked, with the model resolved."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    config = msgspec.structs.replace(base, **chosen)
+    config = msgspec.structs.replace(config, run_dir=str(prepare(run_dir)))
+    config.check()
+    _ = config.node  # its name must be fit for shared memory
+    return msgspec.structs.replace(config, model_dir=str(resolve_model(config.model)))
+
+
+def resolve_model(name: str) -> Path:
+    """The checkpoint directory of a model's name; an embedded model is built if needed.
+
+    In a process of its own: building needs torch, and the command line must not.
+    """
+    command = [sys.executable, "-P", "-m", "phalanx.worker_svc.model.random_tiny", name]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ConfigError(result.stderr.strip().splitlines()[-1] if result.stderr else name)
+    return Path(result.stdout.strip())
+
+
+def start_detached(config: NodeConfig, quiet: bool = True) -> StatusReply:
+    """Start a supervisor in a session of its own and wait until the node is ready.
+
+    Raises PhalanxError with the reason when it gives up instead.
+    """
+    failure = config.run_path / FAILURE_FILE
+    failure.unlink(missing_ok=True)
+    with (config.run_path / LOG_DIR / "supervisor.out").open("ab") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "phalanx.supervisor", "--run-dir", config.run_dir],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    started = time.monotonic()
+    with errors.status("starting", spinner="dots") if not quiet else _Nothing() as spinner:
+        while time.monotonic() - started < START_DEADLINE_MS / 1000:
+            if child.poll() is not None:
+                raise _failure(config.run_path, child.returncode)
+            status = _status(config.run_path)
+            if status is not None and status.ready_s >= 0:
+                return status
+            if status is not None:
+                waiting = [p.name for p in status.processes if p.state != "ready"]
+                spinner.update(f"waiting for {', '.join(waiting[:6])}")
+            time.sleep(_POLL_S)
+    raise NoAnswer(f"the node was not ready after {START_DEADLINE_MS / 1000:g} s")
+
+
+class _Nothing:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def update(self, text: str) -> None:
+        pass
+
+
+def _status(run_dir: Path) -> StatusReply | None:
+    try:
+        return ask(run_dir, StatusQuery(1), StatusReply, 2.0)
+    except (NoNode, NoAnswer):
+        return None
+
+
+def _failure(run_dir: Path, returncode: int) -> PhalanxError:
+    try:
+        reason = json.loads((run_dir / FAILURE_FILE).read_text())["reason"]
+    except (OSError, ValueError, KeyError):
+        reason = f"it ended with {returncode}; see {run_dir / LOG_DIR / 'supervisor.out'}"
+    error = PhalanxError(f"the node did not start: {reason}")
+    code = returncode if returncode in set(ExitCode) else ExitCode.INTERNAL
+    error.exit_code = ExitCode(code)  # type: ignore[attr-defined]
+    return error
+
+
+@click.command()
+@click.option("--timeout", type=float, default=DRAIN_MS / 1000, help="Seconds to finish requests.")
+@run_dir_option
+@json_option
+def down(timeout: float, run_dir: Path | None, as_json: bool) -> None:
+    """Stop the node: refuse new requests, finish running ones up to the limit, end every process."""
+    path = find_run_dir(run_dir)
+    left = list(ask(path, Shutdown(1, timeout), ShutdownDone, timeout + 30).left)
+    deadline = time.monotonic() + 10
+    while is_running(path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if as_json:
+        print_json({"stopped": not is_running(path), "left": left})
+    elif left:
+        console.print(f"stopped; had to remove: {', '.join(left)}")
+    else:
+        console.print("stopped, nothing left behind")
+    if is_running(path):
+        finish(ExitCode.TIME_LIMIT)
+
+
+@click.command()
+@run_dir_option
+@json_option
+def status(run_dir: Path | None, as_json: bool) -> None:
+    """Which processes live, which ranks are in the group, whether all is well (exit 4 if not)."""
+    reply = ask(find_run_dir(run_dir), StatusQuery(1), StatusReply, 5.0)
+    if as_json:
+        print_json(reply)
+    else:
+        console.print(status_table(reply))
+    if not as_json and not reply.healthy:
+        finish(ExitCode.UNHEALTHY)
+
+
+def status_table(reply: StatusReply) -> Table:
+    health = "[green]healthy[/]" if reply.healthy else "[red]not healthy[/]"
+    table = Table(title=f"{reply.model} in {reply.run_dir}: epoch {reply.epoch}, {health}")
+    for column in ("process", "pid", "state", "restarts", "last beat"):
+        table.add_column(column, justify="left" if column in ("process", "state") else "right")
+    for process in reply.processes:
+        state = process.state if not process.detail else f"{process.state}: {process.detail}"
+        beat = f"{process.last_beat_ms} ms" if process.last_beat_ms >= 0 else ""
+        table.add_row(process.name, str(process.pid), state, str(process.restarts), beat)
+    return table
+
+
+@click.command()
+@run_dir_option
+@json_option
+def epochs(run_dir: Path | None, as_json: bool) -> None:
+    """What changed the expert-parallel group since the start: what died, how long each part took."""
+    reply = ask(find_run_dir(run_dir), StatusQuery(1), StatusReply, 5.0)
+    if as_json:
+        print_json(reply.epochs)
+        return
+    table = Table(title="epochs")
+    for column in ("epoch", "cause", "noticed", "resumed", "moved requests", "ranks"):
+        table.add_column(column)
+    for record in reply.epochs:
+        table.add_row(
+            str(record.epoch),
+            record.cause,
+            f"{record.detected_ms:.1f} ms",
+            f"{record.resumed_ms:.1f} ms",
+            str(record.moved_requests),
+            ", ".join(map(str, record.survivors)),
+        )
+    console.print(table)

@@ -1,0 +1,138 @@
+"""What the worker remembers of each sequence between steps, by state slot."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from phalanx.kernels.reference.sampling_rows import Ragged, SamplingRows
+from phalanx.protocol.messages import Sampling
+from phalanx.protocol.steps import NewSequence, StepPlan
+from phalanx.worker_svc.model.batch import StepBatch
+from phalanx.worker_svc.model.caches import BLOCK_TOKENS, NULL_BLOCK
+
+Int = npt.NDArray[np.int64]
+
+
+def ints(encoded: bytes) -> Int:
+    """int32 bytes of a plan as int64."""
+    return np.frombuffer(encoded, np.int32).astype(np.int64)
+
+
+class Sequences:
+    """Block tables, token history and sampling parameters; a slot is a row in every array.
+
+    A plan is applied in two moments: `admit` and `extend` only add (a plan that is abandoned and
+    planned again adds the same), and what a step produces is written by the caches' commit.
+    """
+
+    def __init__(self, num_slots: int, history: torch.Tensor, eos_token_id: int) -> None:
+        max_blocks = -(-history.shape[1] // BLOCK_TOKENS)
+        self.block_table = np.full((num_slots, max_blocks), NULL_BLOCK, np.int64)
+        self.num_blocks = np.zeros(num_slots, np.int64)
+        self.copy_keys = np.zeros(num_slots, np.int64)
+        self.num_prompt = np.zeros(num_slots, np.int64)
+        self.history = history  # int32 [num_slots, max positions]
+        self.sampling: list[Sampling] = [Sampling()] * num_slots
+        self._eos = eos_token_id
+        self._floats = torch.zeros(num_slots, 6, dtype=torch.float64)
+        self._ints = torch.zeros(num_slots, 4, dtype=torch.int64)
+
+    def admit(self, new: NewSequence) -> None:
+        """Give the slot to a new sequence; whatever it held is forgotten."""
+        slot, sampling = new.slot, new.sampling
+        tokens = np.frombuffer(new.tokens, np.int32)
+        self.block_table[slot] = NULL_BLOCK
+        self.num_blocks[slot] = 0
+        self.copy_keys[slot] = new.copy_key
+        self.num_prompt[slot] = new.num_prompt
+        self.history[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
+        self.sampling[slot] = sampling
+        self._floats[slot] = torch.tensor(
+            (
+                sampling.temperature,
+                sampling.top_p,
+                sampling.min_p,
+                sampling.repetition_penalty,
+                sampling.presence_penalty,
+                sampling.frequency_penalty,
+            ),
+            dtype=torch.float64,
+        )
+        end_bans = sampling.first_n_token_no_eos
+        self._ints[slot] = torch.tensor(
+            (sampling.seed or 0, sampling.top_k, sampling.min_tokens, end_bans)
+        )
+
+    def batch(self, plan: StepPlan) -> StepBatch:
+        """The plan's rows for the model. Adds the plan's blocks to the tables."""
+        slots, starts, lengths = ints(plan.slots), ints(plan.starts), ints(plan.seqlens_q)
+        self._extend(slots, ints(plan.block_counts), ints(plan.block_ids))
+        cu = np.concatenate(([0], np.cumsum(lengths)))
+        sampled = np.frombuffer(plan.sample, np.uint8).astype(bool)
+        columns = int(self.num_blocks[slots].max(initial=0))
+        return StepBatch(
+            slot_ids=slots,
+            starts=starts,
+            cu_seqlens_q=cu,
+            token_ids=ints(plan.token_ids),
+            block_table=self.block_table[slots, :columns],
+            logit_rows=cu[1:][sampled] - 1,
+            copy_keys=self.copy_keys[slots],
+        )
+
+    def _extend(self, slots: Int, counts: Int, block_ids: Int) -> None:
+        at = 0
+        for slot, count in zip(slots[counts > 0], counts[counts > 0], strict=True):
+            have = self.num_blocks[slot]
+            self.block_table[slot, have : have + count] = block_ids[at : at + count]
+            self.num_blocks[slot] = have + count
+            at += count
+
+    def retract(self, plan: StepPlan) -> None:
+        """Take back what `batch` added for a step that was abandoned."""
+        self.num_blocks[ints(plan.slots)] -= ints(plan.block_counts)
+
+    def sampling_rows(self, slots: Int, positions: Int) -> SamplingRows:
+        """Settings of the rows to sample.
+
+        Args:
+            slots: [n] the sequences.
+            positions: [n] index of the token each makes.
+        """
+        chosen = [self.sampling[slot] for slot in slots]
+        floats, whole = self._floats[slots], self._ints[slots]
+        position = torch.from_numpy(positions)
+        wanted = [s.logprobs for s in chosen if s.logprobs is not None]
+        return SamplingRows(
+            seed=whole[:, 0],
+            position=position,
+            temperature=floats[:, 0],
+            top_p=floats[:, 1],
+            top_k=whole[:, 1],
+            min_p=floats[:, 2],
+            repetition_penalty=floats[:, 3].float(),
+            presence_penalty=floats[:, 4].float(),
+            frequency_penalty=floats[:, 5].float(),
+            num_outputs=position - torch.from_numpy(self.num_prompt[slots]),
+            min_tokens=whole[:, 2],
+            first_n_no_eos=whole[:, 3],
+            outputs=self._outputs(slots, positions, chosen),
+            stop_ids=Ragged.of([s.stop_token_ids for s in chosen], torch.int64),
+            bias_ids=Ragged.of([list(s.logit_bias) for s in chosen], torch.int64),
+            bias_values=Ragged.of([list(s.logit_bias.values()) for s in chosen], torch.float32),
+            blocked_ids=Ragged.of([() for _ in chosen], torch.int64),
+            eos_id=self._eos,
+            num_top_logprobs=max(wanted, default=-1),
+        )
+
+    def _outputs(self, slots: Int, positions: Int, chosen: Sequence[Sampling]) -> Ragged:
+        """Tokens made so far, for the rows that have a penalty."""
+        lists: list[list[int]] = [
+            self.history[slot, self.num_prompt[slot] : position].tolist()
+            if (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)
+            else []
+            for slot, position, s in zip(slots, positions, chosen, strict=True)
+        ]
+        return Ragged.of(lists, torch.int64)
