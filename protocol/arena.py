@@ -195,13 +195,19 @@ class Arena:
         self.close()
 
 
-def _remove_if_abandoned(path: Path) -> bool:
-    """Remove the arena unless somebody holds its owner lock. Returns whether it is gone."""
+def _remove_if_abandoned(path: Path, half_made: bool = True) -> bool:
+    """Remove the arena unless somebody holds its owner lock. Returns whether it is gone.
+
+    Without `half_made`, a file whose header is not complete yet stays: its creator is perhaps between
+    making it and locking it.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
+        if not half_made and os.pread(fd, 4, 0) != MAGIC.to_bytes(4, "little"):
+            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -212,12 +218,16 @@ def _remove_if_abandoned(path: Path) -> bool:
         os.close(fd)
 
 
-def sweep(node: str, keep: frozenset[str] = frozenset()) -> list[str]:
-    """Remove the node's arenas whose owner is gone. Returns their names."""
+def sweep(node: str, keep: frozenset[str] = frozenset(), *, half_made: bool = True) -> list[str]:
+    """Remove the node's arenas whose owner is gone. Returns their names.
+
+    While processes of the node run, pass `half_made=False`: an arena that is just being created must
+    not be taken from its creator.
+    """
     return [
         path.name
         for path in sorted(SHM.glob(f"ph-{node}-*"))
-        if path.name not in keep and _remove_if_abandoned(path)
+        if path.name not in keep and _remove_if_abandoned(path, half_made)
     ]
 
 

@@ -28,6 +28,12 @@ COMMAND_RETRY_MS = 500
 # Supervision.
 BEAT_PERIOD_MS = 200  # how often a healthy process proves that it is alive
 HANG_MS = 1_500  # a process without progress for this long is killed
+STARVED_MS_MAX = (
+    30_000  # a process that waits for a CPU or a disk is given this much longer at most
+)
+BUSY_SILENCE_MS = (
+    30_000  # one long call of a service (a huge prompt to tokenize) may take this long
+)
 START_DEADLINE_MS = 120_000  # from spawn to ready; a load that reports progress is not cut
 STOP_ACK_MS = 1_000  # a survivor that does not acknowledge STOP by then is lost too
 GO_ACK_MS = (
@@ -35,8 +41,12 @@ GO_ACK_MS = (
 )
 RESTARTS_MAX = 8  # restarts of one process within RESTART_WINDOW_MS; one more and the node fails
 RESTART_WINDOW_MS = 60_000
+RESTART_DELAY_MS = 100  # before the second restart within the window; doubles with each further one
+RESTART_DELAY_MS_MAX = 5_000
 DRAIN_MS = 10_000  # default time to finish running requests at shutdown
 TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
+KILL_GRACE_MS = 5_000  # from SIGKILL to giving up on a process that the kernel does not let go
+OLD_NODE_MS = 3_000  # how long a start waits for the children of a killed supervisor to vanish
 
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
 MAX_PROCESSES = 256  # rows of the heartbeat table
