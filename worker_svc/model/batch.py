@@ -94,13 +94,15 @@ class StepBatch:
 
     def check(self, config: ModelConfig) -> None:
         """Raises ValueError with the first thing that this step could not compute."""
+        if self.num_rows == 0:
+            raise ValueError("the step has no rows")
         lengths = self.seqlens_q
-        if self.num_seqs and lengths.min() < 1:
+        if lengths.min() < 1:
             raise ValueError("a sequence of the step has no rows; leave it out of the batch")
         if len(np.unique(self.slot_ids)) != self.num_seqs:
             raise ValueError("two sequences of the step share a state slot")
         ends = self.starts + lengths
-        if self.num_seqs and ends.max() > config.max_positions:
+        if ends.max() > config.max_positions:
             raise ValueError(
                 f"a sequence would reach {ends.max()} tokens; the model ends at {config.max_positions}"
             )

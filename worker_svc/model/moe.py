@@ -79,6 +79,8 @@ def run_expert_pairs(
     """
     w1, w3, w2 = (stack.transpose(1, 2) for stack in weights.expert_stack(layer))
     dim, inter = w1.shape[1:]
+    if len(slot_ids) == 0:
+        return x_rows.new_empty((0, dim))
     places, spans, num_tiles = _tiles(slot_ids.numpy(), w1.shape[0])
     x = torch.zeros((num_tiles * TILE, dim))
     x[places] = x_rows.float()
