@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.protocol.placement import Placement, choose_copy
+from phalanx.protocol.placement import Placement, choose_copy, copies
 from phalanx.worker_svc.exchange import Exchange
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.moe import run_expert_pairs
@@ -25,18 +25,14 @@ class CopyTable:
     counts: Tensor  # int64 [experts]
 
     @classmethod
-    def of(cls, placement: Placement, layer: int, num_experts: int) -> "CopyTable":
-        held: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
-        for seat, experts in placement.layer(layer).items():
-            for slot, expert in enumerate(experts):
-                if expert >= 0:
-                    held[expert].append((seat, slot))
-        most = max(map(len, held))
-        seats, slots = torch.zeros(2, num_experts, most, dtype=torch.int64)
-        for expert, copies in enumerate(held):
-            for column, (seat, slot) in enumerate(copies):
+    def of(cls, placement: Placement, layer: int) -> "CopyTable":
+        held = copies(placement, layer)
+        shape = (len(held), max(map(len, held)))
+        seats, slots = torch.zeros(2, *shape, dtype=torch.int64)
+        for expert, places in enumerate(held):
+            for column, (seat, slot) in enumerate(places):
                 seats[expert, column], slots[expert, column] = seat, slot
-        return cls(seats, slots, torch.tensor([len(copies) for copies in held]))
+        return cls(seats, slots, torch.tensor([len(places) for places in held]))
 
     def choose(self, topk_idx: Tensor, copy_keys: Tensor) -> tuple[Tensor, Tensor]:
         """(seat, slot) of each pick, int64 [R, k] both."""
@@ -65,12 +61,9 @@ class GroupExperts:
         self._tables: list[CopyTable] = []
 
     def enter_epoch(self, placement: Placement, exchange: Exchange) -> None:
-        config = self._weights.config
         self._exchange = exchange
-        self._tables = [
-            CopyTable.of(placement, layer, config.n_routed_experts)
-            for layer in range(config.num_hidden_layers)
-        ]
+        layers = range(self._weights.config.num_hidden_layers)
+        self._tables = [CopyTable.of(placement, layer) for layer in layers]
 
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor

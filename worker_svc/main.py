@@ -11,11 +11,17 @@ import torch
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.codec import encode
-from phalanx.protocol.errors import ArenaError, EpochChanged
+from phalanx.protocol.errors import ArenaError, ConfigError, EpochChanged
 from phalanx.protocol.limits import BEAT_PERIOD_MS
 from phalanx.protocol.link import connect_dealer, send
 from phalanx.protocol.messages import ExpertCounts
-from phalanx.protocol.placement import Placement, initial_placement, slots_per_rank
+from phalanx.protocol.placement import (
+    EMPTY,
+    Placement,
+    after_join,
+    initial_placement,
+    slots_per_rank,
+)
 from phalanx.protocol.rundir import EPLB_SOCKET, endpoint
 from phalanx.protocol.service import Service
 from phalanx.protocol.steps import Link, StepPlan, StepResult
@@ -27,7 +33,9 @@ from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
 from phalanx.worker_svc.model.invariance import check_invariance
+from phalanx.worker_svc.model.shards import CheckpointError
 from phalanx.worker_svc.model.tensors import num_experts
 
 _COUNTS_EVERY_STEPS = 64  # steps between two reports of expert counts
@@ -37,7 +45,10 @@ def serve(service: Service) -> None:
     """Load, say so, and run until told to stop."""
     torch.set_num_threads(service.config.worker.threads)
     torch.set_grad_enabled(False)
-    worker = Worker(service)
+    try:
+        worker = Worker(service)
+    except (ModelConfigError, CheckpointError) as error:
+        raise ConfigError(str(error)) from error
     service.ready(worker.fingerprint)
     worker.run()
     worker.close()
@@ -83,22 +94,24 @@ class Worker:
             service.log.info("memory plan", item=name, size=value)
 
     def _load(self) -> Weights:
-        """Load with the placement of a full node; GO moves experts when the real one differs."""
+        """Load what the seat holds in the placement that runs, else in that of a full node.
+
+        GO names the placement that counts; whatever differs is loaded then.
+        """
         service, config = self.service, self.service.config
         model = ModelConfig.load(config.model_path)
-        per_rank = slots_per_rank(model.n_routed_experts, config.ranks)
-        placement = initial_placement(
-            model.num_hidden_layers, model.n_routed_experts, list(range(config.ranks)), per_rank
-        )
         topology = self.board.topology()
+        placement = initial_placement(
+            model.num_hidden_layers,
+            model.n_routed_experts,
+            range(config.ranks),
+            slots_per_rank(model.n_routed_experts, config.ranks),
+        )
         if topology is not None and topology.placement:
             current = msgspec.msgpack.decode(topology.placement, type=Placement)
-            if self.seat in current.seats:
-                placement = current
-        backbone = [
-            [max(expert, 0) for expert in placement.layer(layer)[self.seat]]
-            for layer in range(model.num_hidden_layers)
-        ]
+            placement = current if self.seat in current.seats else after_join(current, self.seat)
+        index = placement.seats.index(self.seat)
+        backbone = [[max(e, 0) for e in layer[index]] for layer in placement.physical_to_logical]
         drafts = [
             list(range(num_experts(model, model.num_hidden_layers + stage)))
             for stage in range(model.draft_stages)
@@ -209,14 +222,15 @@ class Worker:
             return
         self.service.row.phase = ProcessPhase.LOADING
         placement = msgspec.msgpack.decode(topology.placement, type=Placement)
-        moved = 0
-        for layer in range(self.weights.config.num_hidden_layers):
+        loaded = 0
+        index = placement.seats.index(self.seat)
+        for layer, seats in enumerate(placement.physical_to_logical):
             held = self.weights.slots(layer)
-            for slot, expert in enumerate(placement.layer(layer)[self.seat]):
-                if expert >= 0 and held[slot] != expert:
+            for slot, expert in enumerate(seats[index]):
+                if expert != EMPTY and held[slot] != expert:
                     matrices = self.weights.load_expert(layer, expert)
                     self.weights.put_expert(layer, slot, expert, matrices)
-                    moved += 1
+                    loaded += 1
             self._alive()
         self.exchange = Exchange(
             self.service.config.node,
@@ -227,7 +241,7 @@ class Worker:
             self.shape,
         )
         self.experts.enter_epoch(placement, self.exchange)
-        self.service.log.info("prepared", epoch=topology.epoch, experts_loaded=moved)
+        self.service.log.info("prepared", epoch=topology.epoch, experts_loaded=loaded)
 
     def _enter(self, epoch: int) -> bool:
         """The epoch word became even: join, if it is the epoch that we prepared for."""

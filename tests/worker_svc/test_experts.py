@@ -1,0 +1,199 @@
+"""Experts spread over 1 to 4 ranks, any placement and copies: every logit has the same bits as on one rank.
+
+Ranks are threads here, over real arenas, doorbells and flags; whole processes are tested in tests/e2e.
+"""
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.protocol import arena as arenas
+from phalanx.protocol.board import Board
+from phalanx.protocol.errors import EpochChanged
+from phalanx.protocol.placement import (
+    Placement,
+    after_join,
+    after_loss,
+    initial_placement,
+    slots_per_rank,
+)
+from phalanx.worker_svc.exchange import Exchange, Shape
+from phalanx.worker_svc.experts import GroupExperts
+from phalanx.worker_svc.group import Group
+from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
+from phalanx.worker_svc.model.caches import CacheLayout, CachePools
+from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.model import Model
+from phalanx.worker_svc.model.moe import Experts, LocalExperts
+from phalanx.worker_svc.model.tensors import num_experts
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "tiny-a"
+CONFIG = ModelConfig.load(GOLDEN)
+EPOCH = 2
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    node = f"test{uuid.uuid4().hex[:8]}"
+    board = Board.create(node)
+    board.set_epoch(EPOCH, [])
+    yield board
+    board.close()
+    assert arenas.names(node) == []
+
+
+def weights_of(placement: Placement, seat: int) -> Weights:
+    index = placement.seats.index(seat)
+    held = [[max(e, 0) for e in layer[index]] for layer in placement.physical_to_logical]
+    layers = range(CONFIG.num_hidden_layers, CONFIG.num_hidden_layers + CONFIG.draft_stages)
+    drafts = [list(range(num_experts(CONFIG, layer))) for layer in layers]
+    return load_checkpoint(GOLDEN, held + drafts)
+
+
+def prompts(seat: int) -> list[list[int]]:
+    rng = np.random.default_rng(seat)
+    return [
+        rng.integers(3, CONFIG.vocab_size, n).tolist() for n in (5 + 9 * seat, 1, 33)[: seat + 1]
+    ]
+
+
+def run(weights: Weights, experts: Experts, seat: int) -> torch.Tensor:
+    """Logits of all rows of this seat's prompts, in one batch and then one decode row each."""
+    pools = CachePools(CacheLayout(CONFIG), 16, 4)
+    model = Model(weights, pools, experts)
+    tokens = prompts(seat)
+
+    def batch(start: list[int], rows: list[list[int]]) -> StepBatch:
+        return StepBatch.of(
+            [
+                SequenceRows(i, at, ids, [1 + 2 * i, 2 + 2 * i], range(len(ids)), copy_key=7 * i)
+                for i, (at, ids) in enumerate(zip(start, rows, strict=True))
+            ]
+        )
+
+    first = model.forward(batch([0] * len(tokens), tokens))
+    first.commit([len(ids) for ids in tokens])
+    second = model.forward(batch([len(ids) for ids in tokens], [[7]] * len(tokens)))
+    return torch.cat((first.logits, second.logits))
+
+
+def in_threads(seats: list[int], work: Callable[[int], torch.Tensor]) -> dict[int, torch.Tensor]:
+    results: dict[int, torch.Tensor] = {}
+    failures: list[BaseException] = []
+
+    def one(seat: int) -> None:
+        try:
+            results[seat] = work(seat)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=one, args=(seat,)) for seat in seats]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures, failures
+    return results
+
+
+def spread(board: Board, placement: Placement, idle: int | None = None) -> dict[int, torch.Tensor]:
+    """Run every seat of the placement at once; `idle` takes placeholder steps."""
+    node = board.arena.name.split("-")[1]
+    seats = list(placement.seats)
+    shape = Shape(80 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
+    barrier = threading.Barrier(len(seats))
+
+    def work(seat: int) -> torch.Tensor:
+        weights = weights_of(placement, seat)
+        experts = GroupExperts(weights, seat, lambda: None)
+        exchange = Exchange(node, seat, 1, EPOCH, seats, shape)
+        try:
+            barrier.wait(60)
+            exchange.connect(
+                Group(board, seat, seats, EPOCH, lambda: None), dict.fromkeys(seats, 1)
+            )
+            experts.enter_epoch(placement, exchange)
+            if seat != idle:
+                return run(weights, experts, seat)
+            experts.serve()
+            experts.serve()
+            return torch.empty(0)
+        finally:
+            barrier.wait(60)
+            exchange.close()
+
+    return in_threads(seats, work)
+
+
+def alone(seat: int) -> torch.Tensor:
+    weights = load_checkpoint(GOLDEN)
+    return run(weights, LocalExperts(weights), seat)
+
+
+def placement(ranks: int) -> Placement:
+    experts = CONFIG.n_routed_experts
+    slots = slots_per_rank(experts, ranks)
+    return initial_placement(CONFIG.num_hidden_layers, experts, range(ranks), slots)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_any_number_of_ranks_computes_the_same_bits(board: Board, ranks: int) -> None:
+    for seat, logits in spread(board, placement(ranks)).items():
+        assert torch.equal(logits, alone(seat)), f"seat {seat} of {ranks}"
+
+
+def test_after_a_loss_and_a_join(board: Board) -> None:
+    """Seats 0, 1, 2; seat 1 falls: a hole stays a hole. Then it comes back in the same seat."""
+    holed = after_loss(placement(3), 1)
+    assert holed.seats == (0, 2)
+    for layout in (holed, after_join(holed, 1)):
+        for seat, logits in spread(board, layout).items():
+            assert torch.equal(logits, alone(seat)), f"seat {seat} of {layout.seats}"
+
+
+def test_an_idle_rank_serves_its_experts(board: Board) -> None:
+    logits = spread(board, placement(3), idle=2)
+    assert torch.equal(logits[0], alone(0)) and torch.equal(logits[1], alone(1))
+
+
+def test_a_moved_epoch_ends_every_wait(board: Board) -> None:
+    """A peer that never comes: the epoch word releases the rank that waits for it."""
+    node = board.arena.name.split("-")[1]
+    layout = placement(2)
+    weights = weights_of(layout, 0)
+    experts = GroupExperts(weights, 0, lambda: None)
+    shape = Shape(80 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
+    with_peer = Exchange(node, 1, 1, EPOCH, [0, 1], shape)
+    exchange = Exchange(node, 0, 1, EPOCH, [0, 1], shape)
+    exchange.connect(Group(board, 0, [0, 1], EPOCH, lambda: None), {0: 1, 1: 1})
+    experts.enter_epoch(layout, exchange)
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(EpochChanged):
+            run(weights, experts, 0)
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not ended.wait(0.2)
+    board.set_epoch(EPOCH + 1, [0])
+    assert ended.wait(5)
+    thread.join()
+    exchange.close()
+    with_peer.close()
