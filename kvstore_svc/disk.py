@@ -106,6 +106,7 @@ class Disk:
     def seal(self, head: SegmentHead, entries: Sequence[IndexEntry], offset: int) -> int:
         """Write index and tail at `offset`, cut the file behind them, sync; its new size."""
         index = encode_index(head, list(entries), offset)
+        self.sync(head.segment)  # first: an index must not outlive a crash that its records did not
         self.write(head.segment, offset, [index])
         descriptor = self._descriptor(head.segment)
         os.ftruncate(descriptor, offset + len(index))
