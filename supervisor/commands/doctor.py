@@ -59,8 +59,15 @@ def _system(run_dir: Path) -> list[dict[str, object]]:
     disk = shutil.disk_usage(run_dir).free
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return [
-        _check("python", platform.python_version(), sys.version_info >= (3, 11), "use 3.11 or newer"),
-        _check("system", f"{platform.system()} {platform.release()}", sys.platform == "linux", "Linux only"),
+        _check(
+            "python", platform.python_version(), sys.version_info >= (3, 11), "use 3.11 or newer"
+        ),
+        _check(
+            "system",
+            f"{platform.system()} {platform.release()}",
+            sys.platform == "linux",
+            "Linux only",
+        ),
         _check("cores", os.cpu_count()),
         _check(
             "free in /dev/shm",
@@ -68,9 +75,13 @@ def _system(run_dir: Path) -> list[dict[str, object]]:
             shm >= _SHM_WANTED,
             f"a node wants {_SHM_WANTED >> 20} MiB: raise the container's --shm-size",
         ),
-        _check("free disk for the run directory", f"{disk >> 20} MiB", disk > 1 << 30, "under 1 GiB"),
+        _check(
+            "free disk for the run directory", f"{disk >> 20} MiB", disk > 1 << 30, "under 1 GiB"
+        ),
         _check("open files", files, files >= _FILES_WANTED, f"raise ulimit -n to {_FILES_WANTED}"),
-        _check("run directory", f"{run_dir}, {'a node runs' if is_running(run_dir) else 'no node'}"),
+        _check(
+            "run directory", f"{run_dir}, {'a node runs' if is_running(run_dir) else 'no node'}"
+        ),
     ]
 
 

@@ -1,0 +1,85 @@
+"""`phalanx bench NAME`: measurements that state their conditions and compare within the same run."""
+
+import importlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from phalanx.supervisor.commands.common import console, json_option, print_json
+
+
+@click.group()
+def bench() -> None:
+    """Benchmarks. Compare ratios inside one run: machines differ and are noisy."""
+
+
+def conditions() -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {
+            name: version(name) for name in ("phalanx-serve", "pyzmq", "msgspec", "numpy")
+        },
+    }
+
+
+def report(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json({**figures, **conditions()})
+        return
+    rows = figures.pop("rows", None)
+    table = Table(show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    if rows:
+        columns = list(rows[0])
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*(str(row[column]) for column in columns))
+        console.print(table)
+
+
+def _run(name: str, as_json: bool, **arguments: Any) -> None:
+    module = importlib.import_module(f"phalanx.bench.{name}")
+    report(module.run(**arguments), as_json)
+
+
+@bench.command()
+@click.option("--model", default="tiny")
+@click.option("--ranks", default=2)
+@json_option
+def start(model: str, ranks: int, as_json: bool) -> None:
+    """Seconds from `up` to all ready."""
+    _run("start", as_json, model=model, ranks=ranks)
+
+
+@bench.command()
+@json_option
+def ipc(as_json: bool) -> None:
+    """A message round trip and a hand-over of 16 MiB, against copies through ZeroMQ."""
+    _run("ipc", as_json)
+
+
+@bench.command()
+@json_option
+def scheduler(as_json: bool) -> None:
+    """CPU time of a decode step's scheduling at 16, 64 and 256 running requests."""
+    _run("scheduler", as_json)
+
+
+@bench.command()
+@click.option("--gib", default=1.0, help="How much to write.")
+@click.option(
+    "--dir", "directory", type=click.Path(path_type=Path, file_okay=False), default="/tmp"
+)
+@json_option
+def kvstore(gib: float, directory: Path, as_json: bool) -> None:
+    """The KV store's puts and gets against the raw disk."""
+    _run("kvstore", as_json, gib=gib, directory=directory)

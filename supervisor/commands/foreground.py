@@ -1,0 +1,65 @@
+"""`phalanx up` without --detach: the supervisor runs here and tells the terminal what happens."""
+
+import time
+
+from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.errors import ExitCode
+from phalanx.supervisor.commands.common import errors, print_json
+from phalanx.supervisor.events import Tell
+from phalanx.supervisor.main import run_node
+
+_COLOURS = {"lost": "red", "failed": "red", "unhealthy": "yellow", "healthy": "green"}
+
+
+class Narrator:
+    """Prints events as they come; progress of a start on one changing line."""
+
+    def __init__(self, config: NodeConfig, as_json: bool) -> None:
+        self._config, self._as_json = config, as_json
+        self._started = time.monotonic()
+        self._phases: dict[str, str] = {}
+        self._spinner = errors.status("starting", spinner="dots")
+        if errors.is_terminal and not as_json:
+            self._spinner.start()
+
+    def __call__(self, event: Tell) -> None:
+        if event.kind == "progress":
+            done = f" {event.fraction:.0%}" if event.fraction >= 0 else ""
+            self._phases[event.process] = f"{event.process}: {event.text}{done}"
+            self._spinner.update(", ".join(self._phases.values()))
+            return
+        if event.kind == "ready":
+            self._phases.pop(event.process, None)
+        if event.kind == "node ready":
+            self._spinner.stop()
+            self._announce()
+        if not self._as_json:
+            colour = _COLOURS.get(event.kind, "default")
+            since = time.monotonic() - self._started
+            errors.print(
+                f"[dim]{since:8.2f}[/] [{colour}]{event.kind:10}[/] {event.process} {event.text}"
+            )
+
+    def close(self) -> None:
+        self._spinner.stop()
+
+    def _announce(self) -> None:
+        config = self._config
+        ready_s = round(time.monotonic() - self._started, 3)
+        if self._as_json:
+            ready = {"ready_s": ready_s, "ranks": config.ranks, "phases": []}
+            print_json({"run_dir": config.run_dir, **ready})
+        else:
+            errors.print(
+                f"[bold]{config.model}[/] on {config.ranks} ranks in {config.run_dir};"
+                " in another terminal: phalanx generate 'Hello'. Ctrl-C stops it."
+            )
+
+
+def run_in_foreground(config: NodeConfig, as_json: bool) -> ExitCode:
+    """Run the node until it is told to stop; returns how it ended."""
+    narrator = Narrator(config, as_json)
+    try:
+        return run_node(config, narrator)
+    finally:
+        narrator.close()
