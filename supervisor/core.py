@@ -1,0 +1,505 @@
+"""The decisions of the supervisor: start, restart, give up, the group's epochs, health, shutdown.
+
+Pure: events and the time go in, actions come out. `main.py` is the shell that carries them out.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import assert_never
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.limits import (
+    BUSY_SILENCE_MS,
+    HANG_MS,
+    KILL_GRACE_MS,
+    START_DEADLINE_MS,
+    STARVED_MS_MAX,
+    STOP_ACK_MS,
+    TERM_GRACE_MS,
+)
+from phalanx.protocol.messages import Drain, HealthUpdate, PhaseTime, TopologyChanged
+from phalanx.supervisor.events import (
+    AcksSeen,
+    Action,
+    BecameReady,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Kill,
+    KillAsked,
+    Observed,
+    PipeClosed,
+    Progressed,
+    Publish,
+    Reaped,
+    Send,
+    SetEpoch,
+    ShutdownAsked,
+    Spawn,
+    Spawned,
+    Sweep,
+    Tell,
+)
+from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
+from phalanx.supervisor.patience import Patience
+from phalanx.supervisor.processes import ProcessSpec
+from phalanx.supervisor.restart import RestartPolicy
+
+_MS = 1_000_000
+# Healthy processes beat far more often; one that is silent for this long is looked at.
+_INSPECT_AFTER_MS = HANG_MS // 3
+
+
+class Stage(Enum):
+    """Where one process stands. Only STARTING, READY and DYING have a live incarnation."""
+
+    WAITING = auto()  # to be spawned when due
+    STARTING = auto()
+    READY = auto()
+    DYING = auto()  # its death pipe closed or it was sent SIGKILL; not reaped yet
+    DOWN = auto()  # ended, not to be started again
+
+
+class NodeStage(Enum):
+    RUNNING = auto()
+    DRAINING = auto()  # the gateway finishes what runs; everything else works and is supervised
+    TERMINATING = auto()  # SIGTERM was sent to all
+    KILLING = auto()  # SIGKILL was sent to all
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class Process:
+    spec: ProcessSpec
+    policy: RestartPolicy
+    life: Patience = field(default_factory=lambda: Patience(0))
+    stage: Stage = Stage.WAITING
+    incarnation: int = 0
+    pid: int = 0
+    due_ns: int = 0  # WAITING: when to spawn
+    phase: ProcessPhase = ProcessPhase.NONE
+    beat_ns: int = 0
+    progress: int = 0
+    progress_ns: int = 0  # when `progress` was last seen to grow, or the process was not busy
+    detail: str = ""  # what it does, or why it is not there
+    step: tuple[str, int] = ("", 0)  # of its start: name and since when
+    leaving: bool = False  # was told to end: its end is no failure
+
+    @property
+    def alive(self) -> bool:
+        return self.stage in (Stage.STARTING, Stage.READY)
+
+    @property
+    def exists(self) -> bool:
+        return self.alive or self.stage is Stage.DYING
+
+
+class SupervisorCore:
+    def __init__(self, table: Sequence[ProcessSpec], placements: Placements) -> None:
+        self.processes = {
+            spec.name: Process(spec, RestartPolicy(gives_up=spec.essential)) for spec in table
+        }
+        self.workers = {p.spec.seat: p for p in self.processes.values() if p.spec.kind == "worker"}
+        seats = [SeatRecord(seat) for seat in range(len(self.workers))]
+        self.group = Group(seats, placements)
+        self.stage = NodeStage.RUNNING
+        self.code, self.failed = ExitCode.OK, ""
+        self.left: list[str] = []
+        self.phases: list[PhaseTime] = []
+        self.started_ns = 0
+        self.ready_s = -1.0  # from the first tick to the first time that all was well
+        self._ticked_ns = 0
+        self._stage_ends_ns = 0
+        self._health: tuple[bool, int, tuple[str, ...]] = (False, -1, ())
+
+    # ------------------------------------------------------------ entry points
+
+    def handle(self, event: Event, now_ns: int) -> list[Action]:
+        actions = self._dispatch(event, now_ns)
+        return actions + self._after(actions, now_ns)
+
+    def tick(self, now_ns: int) -> list[Action]:
+        """Everything that time alone makes happen. Call it at least every 100 ms."""
+        self.started_ns = self.started_ns or now_ns
+        if now_ns - self._ticked_ns > _INSPECT_AFTER_MS * _MS:
+            self._forgive(now_ns)
+        self._ticked_ns = now_ns
+        actions: list[Action] = []
+        if self.stage in (NodeStage.RUNNING, NodeStage.DRAINING):
+            actions += self._spawn_due(now_ns)
+            actions += self._find_hung(now_ns)
+            for seat, why in self.group.overdue(now_ns):
+                actions += self._lose(self.workers[seat], why, now_ns, now_ns)
+        actions += self._shutdown_step(now_ns)
+        return actions + self._after(actions, now_ns)
+
+    def _forgive(self, now_ns: int) -> None:
+        """We ourselves did not run for a while (a paused container, a loaded machine): what looks like
+        the children's silence is perhaps our own, so it starts to count only now."""
+        for process in self.processes.values():
+            process.life, process.progress_ns = Patience(now_ns), now_ns
+        for seat in self.group.waiting:
+            self.group.waiting[seat] = Patience(now_ns)
+
+    @property
+    def awaits_acks(self) -> bool:
+        """Whether milliseconds count: the group is stopped until somebody answers on the board."""
+        return bool(self.group.waiting) and self.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
+
+    def _dispatch(self, event: Event, now_ns: int) -> list[Action]:
+        match event:
+            case AcksSeen():
+                return self.group.acks(event, now_ns) if self._supervising else []
+            case ShutdownAsked():
+                return self._shut_down(event.drain_ms, now_ns)
+            case KillAsked():
+                return self._kill_all(now_ns)
+        process = self.processes[event.name]
+        if event.incarnation != process.incarnation:
+            return []  # a late word of an incarnation that is gone
+        match event:
+            case Spawned():
+                process.pid = event.pid
+                return []
+            case BecameReady():
+                return self._ready(process, event.fingerprint, now_ns)
+            case Progressed():
+                return self._progressed(process, event, now_ns)
+            case PipeClosed():
+                return self._lose(process, "died", event.seen_ns, now_ns)
+            case Reaped():
+                return self._reaped(process, event, now_ns)
+            case Observed():
+                return self._observed(process, event, now_ns)
+            case Inspected():
+                return self._inspected(process, event)
+            case _:
+                assert_never(event)
+
+    def _after(self, actions: list[Action], now_ns: int) -> list[Action]:
+        """What follows from any change: tell those who must know."""
+        told: list[Action] = []
+        if any(isinstance(action, SetEpoch | Publish) for action in actions):
+            told += self._notify()
+        reasons = tuple(self.reasons())
+        if not reasons and self.ready_s < 0:
+            self.ready_s = (now_ns - self.started_ns) / 1e9
+            told.append(Tell("node ready", text=f"{self.ready_s:.2f} s"))
+        health = (not reasons, self.group.epoch, reasons)
+        if health != self._health:
+            self._health = health
+            told.append(Tell("healthy" if health[0] else "unhealthy", text="; ".join(reasons)))
+            told += self._send_health()
+        return told
+
+    @property
+    def _supervising(self) -> bool:
+        return self.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
+
+    # ------------------------------------------------------------ life of one process
+
+    def _spawn_due(self, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        for process in self.processes.values():
+            if process.stage is Stage.WAITING and now_ns >= process.due_ns:
+                actions += self._spawn(process, now_ns)
+        return actions
+
+    def _spawn(self, process: Process, now_ns: int) -> list[Action]:
+        process.incarnation += 1
+        process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
+        process.life, process.progress_ns = Patience(now_ns), now_ns
+        process.pid = process.beat_ns = process.progress = 0
+        process.detail, process.step = "starting", ("start", now_ns)
+        spec = process.spec
+        published: list[Action] = []
+        if spec.kind == "worker":
+            self.group.loading(spec.seat, process.incarnation)
+            published = self.group.publish()
+        elif spec.kind == "scheduler":
+            self.group.seats[spec.seat].scheduler_incarnation = process.incarnation
+            published = self.group.publish()
+        return [Spawn(spec.name, process.incarnation), *published]
+
+    def _progressed(self, process: Process, event: Progressed, now_ns: int) -> list[Action]:
+        if process.stage is not Stage.STARTING:
+            return []
+        process.life, process.detail = Patience(now_ns), event.phase
+        if event.phase != process.step[0]:
+            self._end_step(process, now_ns)
+            process.step = (event.phase, now_ns)
+        return [Tell("progress", process.spec.name, event.phase, event.fraction)]
+
+    def _end_step(self, process: Process, now_ns: int) -> None:
+        """Account for one phase of a first start (`phases` of `phalanx up`)."""
+        name, since_ns = process.step
+        if process.incarnation == 1:
+            seconds = round((now_ns - since_ns) / 1e9, 3)
+            self.phases.append(PhaseTime(name, process.spec.name, seconds))
+
+    def _ready(self, process: Process, fingerprint: str, now_ns: int) -> list[Action]:
+        if process.stage is not Stage.STARTING:
+            return []
+        self._end_step(process, now_ns)
+        process.stage, process.life, process.detail = Stage.READY, Patience(now_ns), ""
+        process.progress_ns = now_ns
+        spec = process.spec
+        actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
+        if spec.kind == "worker" and self._supervising:
+            expected = self._expected_fingerprint(spec.seat)
+            if fingerprint != expected and expected:
+                return actions + self._refuse(process, fingerprint, expected, now_ns)
+            actions += self.group.ready(spec.seat, fingerprint, now_ns)
+        elif spec.kind == "gateway":
+            actions += self._send_health()
+            actions += self._notify()
+        return actions
+
+    def _expected_fingerprint(self, seat: int) -> str:
+        """What the seat's worker must have: the group's, or while it forms that of the first ready one."""
+        others = [
+            s.fingerprint for s in self.group.seats if s.seat != seat and s.state == "joining"
+        ]
+        return self.group.fingerprint or next(iter(others), "")
+
+    def _refuse(self, process: Process, found: str, expected: str, now_ns: int) -> list[Action]:
+        """Its numbers would differ from its peers': it must not join, and a restart would not help."""
+        why = f"its numerics fingerprint is {found}, the group's is {expected}"
+        process.leaving = True
+        actions = self._lose(process, why, now_ns, now_ns)
+        if self.ready_s < 0 or not any(w.alive for w in self.workers.values()):
+            actions += self._fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
+        return actions
+
+    def _lose(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
+        """The process is dead or as good as dead. Killing it again is harmless: it is not reaped yet."""
+        if not process.alive:
+            return []
+        name, spec = process.spec.name, process.spec
+        process.stage, process.detail = Stage.DYING, why
+        actions: list[Action] = [Kill(name, process.incarnation, signal.SIGKILL)]
+        if spec.kind == "worker" and self._supervising:
+            detected_ms = (now_ns - since_ns) / _MS
+            actions += self.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
+        return [*actions, Tell("lost", name, why)]
+
+    def _reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:
+        if not process.exists:
+            return []
+        actions = self._lose(process, "died", now_ns, now_ns)
+        name, spec = process.spec.name, process.spec
+        why = describe_end(event.code, event.detail)
+        if process.detail != "died":
+            why = f"{process.detail} ({why})"
+        process.stage, process.detail, process.pid = Stage.DOWN, why, 0
+        actions += [Sweep(), Tell("ended", name, why)]
+        if not self._supervising or process.leaving:
+            return actions
+        if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
+            return actions + self._fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
+        delay_ns = process.policy.delay_ns(now_ns)
+        if delay_ns is None:
+            deaths = len(process.policy.deaths_ns)
+            text = f"{name} died {deaths} times within a minute, last: {why}"
+            return actions + self._fail(ExitCode.GAVE_UP, text, now_ns)
+        process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
+        return actions + (self._spawn(process, now_ns) if delay_ns == 0 else [])
+
+    # ------------------------------------------------------------ hang detection
+
+    def _observed(self, process: Process, event: Observed, now_ns: int) -> list[Action]:
+        if not process.alive:
+            return []
+        advanced = event.progress != process.progress
+        process.beat_ns, process.progress, process.phase = (
+            event.beat_ns,
+            event.progress,
+            event.phase,
+        )
+        life_ns = max(process.life.since_ns, now_ns if advanced else min(event.beat_ns, now_ns))
+        if life_ns > process.life.since_ns:
+            process.life = Patience(life_ns)
+        if advanced or event.phase is not ProcessPhase.BUSY:
+            process.progress_ns = now_ns
+        return []
+
+    def _inspected(self, process: Process, event: Inspected) -> list[Action]:
+        process.life.inspected(event.state, event.waited_ns)
+        if process.spec.kind == "worker" and process.spec.seat in self.group.waiting:
+            self.group.waiting[process.spec.seat].inspected(event.state, event.waited_ns)
+        return []
+
+    def _find_hung(self, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        for process in self.processes.values():
+            if not process.alive:
+                continue
+            why = self._hung(process, now_ns)
+            if why:
+                actions += self._lose(process, why, process.life.since_ns, now_ns)
+            elif self._worth_a_look(process, now_ns):
+                actions.append(Inspect(process.spec.name, process.incarnation))
+        return actions
+
+    def _hung(self, process: Process, now_ns: int) -> str:
+        limit_ms = START_DEADLINE_MS if process.stage is Stage.STARTING else HANG_MS
+        if process.spec.kind != "worker" and process.life.state == "R":
+            # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
+            limit_ms = max(limit_ms, BUSY_SILENCE_MS)
+        if process.life.exhausted(now_ns, limit_ms, STARVED_MS_MAX):
+            silent_ms = process.life.silent_ms(now_ns)
+            return (
+                f"hung: no sign of life for {silent_ms:.0f} ms, state {process.life.state or '?'}"
+            )
+        idle_ms = (now_ns - process.progress_ns) / _MS
+        if process.stage is Stage.READY and idle_ms > BUSY_SILENCE_MS:
+            return f"stuck: busy without progress for {idle_ms:.0f} ms"
+        return ""
+
+    def _worth_a_look(self, process: Process, now_ns: int) -> bool:
+        if process.life.silent_ms(now_ns) > _INSPECT_AFTER_MS:
+            return True
+        late = self.group.waiting.get(process.spec.seat) if process.spec.kind == "worker" else None
+        return late is not None and late.silent_ms(now_ns) > STOP_ACK_MS / 4
+
+    # ------------------------------------------------------------ health
+
+    def reasons(self) -> list[str]:
+        """Why the node is not healthy, naming processes; empty when it is."""
+        reasons = [
+            f"the node is stopping: {self.failed}" if self.failed else "the node is stopping"
+        ]
+        if self.stage is NodeStage.RUNNING:
+            reasons.clear()
+        for process in self.processes.values():
+            if process.stage is not Stage.READY:
+                what = "is" if process.alive else "is down:"
+                reasons.append(f"{process.spec.name} {what} {process.detail or 'not started'}")
+        waiting = [f"worker-{seat}" for seat in self.group.waiting]
+        match self.group.phase:
+            case GroupPhase.RUNNING:
+                out = [s.seat for s in self.group.seats if s.state not in ("member", "lost")]
+                reasons += [f"worker-{seat} has not joined yet" for seat in out if self._up(seat)]
+            case GroupPhase.STOPPING | GroupPhase.GOING:
+                reasons.append(f"the group is changing, waiting for {', '.join(waiting)}")
+            case GroupPhase.STOPPED:
+                reasons.append("the group is stopped: too few workers hold all experts")
+            case GroupPhase.FORMING:
+                reasons.append("the group is forming")
+        return reasons
+
+    def _up(self, seat: int) -> bool:
+        return self.workers[seat].stage is Stage.READY
+
+    def _send_health(self) -> list[Action]:
+        healthy, epoch, reasons = self._health
+        update = HealthUpdate(healthy, max(epoch, 0), reasons)
+        return [
+            Send(p.spec.name, p.incarnation, update)
+            for p in self.processes.values()
+            if p.spec.kind == "gateway" and p.stage is Stage.READY
+        ]
+
+    def _notify(self) -> list[Action]:
+        changed = TopologyChanged(self.group.epoch)
+        return [
+            Send(p.spec.name, p.incarnation, changed)
+            for p in self.processes.values()
+            if p.spec.kind in ("gateway", "scheduler") and p.alive
+        ]
+
+    # ------------------------------------------------------------ the end
+
+    def _fail(self, code: ExitCode, reason: str, now_ns: int) -> list[Action]:
+        """The node cannot go on: end it at once; streams are told, then everything stops."""
+        if self.failed:
+            return []
+        self.code, self.failed = code, reason
+        return [Tell("failed", text=reason), *self._shut_down(0, now_ns)]
+
+    def _shut_down(self, drain_ms: int, now_ns: int) -> list[Action]:
+        if self.stage is NodeStage.DRAINING:  # asked again: the shorter time counts
+            self._stage_ends_ns = min(
+                self._stage_ends_ns, now_ns + (drain_ms + TERM_GRACE_MS) * _MS
+            )
+        if self.stage is not NodeStage.RUNNING:
+            return []
+        self.stage = NodeStage.DRAINING
+        self._stage_ends_ns = now_ns + (drain_ms + TERM_GRACE_MS) * _MS
+        actions: list[Action] = [Tell("draining", text=f"for up to {drain_ms} ms")]
+        for process in self._gateways():
+            process.leaving = True
+            if process.exists:
+                actions += [
+                    Send(process.spec.name, process.incarnation, Drain(drain_ms)),
+                    Kill(process.spec.name, process.incarnation, signal.SIGTERM),
+                ]
+            else:
+                process.stage = Stage.DOWN
+        return actions + self._shutdown_step(now_ns)
+
+    def _gateways(self) -> list[Process]:
+        return [p for p in self.processes.values() if p.spec.kind == "gateway"]
+
+    def _shutdown_step(self, now_ns: int) -> list[Action]:
+        """Go to the next stage of the shutdown when this one is complete or out of time."""
+        late = now_ns >= self._stage_ends_ns
+        if self.stage is NodeStage.DRAINING and (
+            late or not any(p.exists for p in self._gateways())
+        ):
+            return self._terminate(now_ns)
+        gone = not any(p.exists for p in self.processes.values())
+        if self.stage is NodeStage.TERMINATING and late and not gone:
+            return self._kill_all(now_ns)
+        if self.stage in (NodeStage.TERMINATING, NodeStage.KILLING) and (gone or late):
+            return self._finish()
+        return []
+
+    def _terminate(self, now_ns: int) -> list[Action]:
+        self.stage, self._stage_ends_ns = NodeStage.TERMINATING, now_ns + TERM_GRACE_MS * _MS
+        actions: list[Action] = [Tell("stopping")]
+        for process in self.processes.values():
+            process.leaving = True
+            if not process.exists:
+                process.stage = Stage.DOWN
+            elif process.spec.kind == "gateway":  # it had its time
+                actions += self._kill_leftover(process)
+            else:
+                actions.append(Kill(process.spec.name, process.incarnation, signal.SIGTERM))
+        return actions
+
+    def _kill_all(self, now_ns: int) -> list[Action]:
+        if self.stage in (NodeStage.KILLING, NodeStage.FINISHED):
+            return []
+        self.stage, self._stage_ends_ns = NodeStage.KILLING, now_ns + KILL_GRACE_MS * _MS
+        actions: list[Action] = []
+        for process in self.processes.values():
+            process.leaving = True
+            if process.exists:
+                actions += self._kill_leftover(process)
+            else:
+                process.stage = Stage.DOWN
+        return actions + self._shutdown_step(now_ns)
+
+    def _kill_leftover(self, process: Process) -> list[Action]:
+        self.left.append(f"{process.spec.name} (killed)")
+        return [Kill(process.spec.name, process.incarnation, signal.SIGKILL)]
+
+    def _finish(self) -> list[Action]:
+        self.stage = NodeStage.FINISHED
+        self.left += [f"{p.spec.name} (does not die)" for p in self.processes.values() if p.exists]
+        return [Sweep(), Finished(self.code, self.failed, tuple(self.left))]
+
+
+def describe_end(code: int, detail: str) -> str:
+    """How a process ended, for people."""
+    if code < 0:
+        how = f"ended by {signal.Signals(-code).name}"
+    else:
+        named = {member.value: member.name for member in ExitCode}
+        how = f"exit code {code}" + (f" {named[code]}" if code in named else "")
+    return f"{how}: {detail}" if detail else how

@@ -1,0 +1,182 @@
+"""What happens to the supervisor's core (events) and what it wants done (actions). Plain data."""
+
+from dataclasses import dataclass
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
+from phalanx.protocol.topology import Topology
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    name: str
+    incarnation: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class BecameReady:
+    name: str
+    incarnation: int
+    fingerprint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """A starting process says what it does now."""
+
+    name: str
+    incarnation: int
+    phase: str
+    fraction: float = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PipeClosed:
+    """End of file on the death pipe: the process is dead or about to be, but perhaps not reapable."""
+
+    name: str
+    incarnation: int
+    seen_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reaped:
+    """The process is gone. `code` is its exit code, or minus the signal that ended it."""
+
+    name: str
+    incarnation: int
+    code: int
+    detail: str = ""  # its last words, for people
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The process's heartbeat row as it is now."""
+
+    name: str
+    incarnation: int
+    beat_ns: int
+    progress: int
+    phase: ProcessPhase
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """Answer to Inspect. `state` as in /proc/PID/stat ("R" if any thread runs); `waited_ns` is the time
+    its threads have spent runnable but without a CPU, since they started."""
+
+    name: str
+    incarnation: int
+    state: str
+    waited_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class AcksSeen:
+    """The acknowledgement words of one seat as they are now."""
+
+    seat: int
+    incarnation: int
+    stop: int
+    go: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownAsked:
+    drain_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillAsked:
+    """Stop without drain and without grace."""
+
+
+Event = (
+    Spawned
+    | BecameReady
+    | Progressed
+    | PipeClosed
+    | Reaped
+    | Observed
+    | Inspected
+    | AcksSeen
+    | ShutdownAsked
+    | KillAsked
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    name: str
+    incarnation: int
+    signal: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetEpoch:
+    """Write the epoch word, then wake the workers of `seats`."""
+
+    epoch: int
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Put the topology on the board, then wake the workers of `seats`."""
+
+    topology: Topology
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Remove shared memory whose owner is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Look into /proc: is this silent process stopped, starved or hung? Answer: Inspected."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    name: str
+    incarnation: int
+    message: HealthUpdate | TopologyChanged | Drain
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """For the log and the live display."""
+
+    kind: str
+    process: str = ""
+    text: str = ""
+    fraction: float = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every process is gone, or nothing more can be done about those in `left`."""
+
+    code: ExitCode
+    reason: str
+    left: tuple[str, ...]
+
+
+Action = Spawn | Kill | SetEpoch | Publish | Sweep | Inspect | Send | Tell | Finished

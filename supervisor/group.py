@@ -1,0 +1,215 @@
+"""The expert-parallel group: who is in it, and the two phases that change it. Pure.
+
+The epoch word is even while the group runs and odd while it is stopped. A change of worker membership
+is STOP (odd word; every live member leaves its waits and acknowledges), then GO (a topology is
+published; every member-to-be gets ready and acknowledges), then the even word. A death during GO begins
+again with the next odd number: the even number in between is never used.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from phalanx.protocol.limits import GO_ACK_MS, STOP_ACK_MS
+from phalanx.protocol.messages import EpochRecord
+from phalanx.protocol.topology import Seat, SeatState, Topology
+from phalanx.supervisor.events import AcksSeen, Action, Publish, SetEpoch, Tell
+from phalanx.supervisor.patience import Patience
+
+_MS = 1_000_000
+RECORDS_MAX = 1000  # membership changes remembered for `phalanx epochs`
+
+
+class Placements(Protocol):
+    """Where experts lie. Remembers the placement settled last, so that few experts move."""
+
+    def settle(self, seats: tuple[int, ...]) -> bytes | None:
+        """The placement for a group of these seats; None when some expert would have no room."""
+
+
+class GroupPhase(Enum):
+    FORMING = auto()  # the word is odd; waiting for every first worker
+    RUNNING = auto()  # even
+    STOPPING = auto()  # odd; waiting for members to acknowledge STOP
+    STOPPED = auto()  # odd; too few workers to go on: waiting for one to become ready
+    GOING = auto()  # odd; topology published, waiting for members-to-be
+
+
+@dataclass(slots=True)
+class SeatRecord:
+    seat: int
+    state: SeatState = "absent"
+    incarnation: int = 0  # of its worker
+    scheduler_incarnation: int = 0
+    fingerprint: str = ""
+
+
+@dataclass(slots=True)
+class Change:
+    """The membership change in progress."""
+
+    causes: list[str]
+    detected_ms: float
+    decided_ns: int
+
+
+@dataclass(slots=True)
+class Group:
+    seats: list[SeatRecord]
+    placements: Placements
+    epoch: int = 1  # the word; the shell writes it before any process starts
+    phase: GroupPhase = GroupPhase.FORMING
+    members: dict[int, int] = field(default_factory=dict[int, int])  # seat -> worker incarnation
+    # Members that have not acknowledged the running phase yet.
+    waiting: dict[int, Patience] = field(default_factory=dict[int, Patience])
+    change: Change | None = None
+    records: list[EpochRecord] = field(default_factory=list[EpochRecord])
+    fingerprint: str = ""  # of the numerics: set by the first group, then fixed
+    placement: bytes = b""
+    published: Topology | None = None
+
+    # ------------------------------------------------------------ what happens to workers
+
+    def loading(self, seat: int, incarnation: int) -> None:
+        record = self.seats[seat]
+        record.incarnation, record.state = incarnation, "loading"
+
+    def ready(self, seat: int, fingerprint: str, now_ns: int) -> list[Action]:
+        """The seat's worker has loaded: let it join, now or when the change in progress is over."""
+        record = self.seats[seat]
+        record.state, record.fingerprint = "joining", fingerprint
+        if self.phase in (GroupPhase.FORMING, GroupPhase.STOPPED):
+            return self._try_go(now_ns)
+        if self.phase is GroupPhase.RUNNING:
+            return self._stop(f"worker-{seat} joined", 0.0, now_ns)
+        return []  # STOPPING takes it along; after GOING comes its turn
+
+    def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+        """The seat's worker is dead or will be killed: it is in no later group."""
+        self.seats[seat].state = "lost"
+        if self.members.pop(seat, None) is None:
+            return []  # it was not in the group yet
+        self.waiting.pop(seat, None)
+        if self.phase in (GroupPhase.STOPPING, GroupPhase.STOPPED):
+            assert self.change is not None
+            self.change.causes.append(cause)
+            return self._advance(now_ns)
+        return self._stop(cause, detected_ms, now_ns)
+
+    def acks(self, seen: AcksSeen, now_ns: int) -> list[Action]:
+        """Believe an acknowledgement only of this very phase, by the incarnation that is a member."""
+        if self.members.get(seen.seat) != seen.incarnation or seen.seat not in self.waiting:
+            return []
+        acknowledged = seen.stop if self.phase is GroupPhase.STOPPING else seen.go - 1
+        if acknowledged != self.epoch:
+            return []
+        del self.waiting[seen.seat]
+        return self._advance(now_ns)
+
+    def overdue(self, now_ns: int) -> list[tuple[int, str]]:
+        """Members that did not acknowledge in time, and why they count as lost."""
+        stopping = self.phase is GroupPhase.STOPPING
+        limit_ms, cap_ms = (
+            (STOP_ACK_MS, 5 * STOP_ACK_MS) if stopping else (GO_ACK_MS, 2 * GO_ACK_MS)
+        )
+        name = "STOP" if stopping else "GO"
+        return [
+            (seat, f"did not acknowledge {name} within {patience.silent_ms(now_ns):.0f} ms")
+            for seat, patience in self.waiting.items()
+            if patience.exhausted(now_ns, limit_ms, cap_ms)
+        ]
+
+    # ------------------------------------------------------------ the two phases
+
+    def _stop(self, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+        if self.change is None:
+            self.change = Change([], detected_ms, now_ns)
+        self.change.causes.append(cause)
+        self.epoch += 1 if self.epoch % 2 == 0 else 2
+        self.phase = GroupPhase.STOPPING
+        self.waiting = {seat: Patience(now_ns) for seat in self.members}
+        actions: list[Action] = [
+            SetEpoch(self.epoch, self._awake()),
+            Tell("stop", text=f"epoch {self.epoch}: {cause}"),
+        ]
+        return actions + self._advance(now_ns)
+
+    def _advance(self, now_ns: int) -> list[Action]:
+        if self.waiting:
+            return []
+        return self._run(now_ns) if self.phase is GroupPhase.GOING else self._try_go(now_ns)
+
+    def _try_go(self, now_ns: int) -> list[Action]:
+        forming = self.phase is GroupPhase.FORMING
+        joiners = [seat for seat in self.seats if seat.state == "joining"]
+        if forming and len(joiners) < len(self.seats):
+            return []
+        chosen = tuple(sorted({*self.members, *(seat.seat for seat in joiners)}))
+        placement = self.placements.settle(chosen) if chosen else None
+        if placement is None:
+            if forming:
+                return []
+            self.phase = GroupPhase.STOPPED
+            # The word is odd, so nobody takes this for a GO: it tells who is gone.
+            return self.publish()
+        if self.change is None:
+            self.change = Change(["start"], 0.0, now_ns)
+        self.phase, self.placement = GroupPhase.GOING, placement
+        self.members = {seat: self.seats[seat].incarnation for seat in chosen}
+        self.waiting = {seat: Patience(now_ns) for seat in chosen}
+        for seat in chosen:
+            self.seats[seat].state = "member"
+        self.fingerprint = self.fingerprint or self.seats[chosen[0]].fingerprint
+        return self._publish(self.epoch + 1)
+
+    def _run(self, now_ns: int) -> list[Action]:
+        assert self.change is not None
+        change, self.change = self.change, None
+        self.epoch += 1
+        self.phase = GroupPhase.RUNNING
+        resumed_ms = (now_ns - change.decided_ns) / _MS
+        record = EpochRecord(
+            self.epoch,
+            "; ".join(change.causes),
+            round(change.detected_ms, 3),
+            round(resumed_ms, 3),
+            0,  # the gateway moves requests and counts them
+            tuple(self.members),
+        )
+        self.records = [*self.records[-RECORDS_MAX + 1 :], record]
+        actions: list[Action] = [
+            SetEpoch(self.epoch, self._awake()),
+            Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),
+        ]
+        late = [seat.seat for seat in self.seats if seat.state == "joining"]
+        if late:
+            cause = " and ".join(f"worker-{seat} joined" for seat in late)
+            return actions + self._stop(cause, 0.0, now_ns)
+        return actions + self.publish()
+
+    # ------------------------------------------------------------ what others see
+
+    def publish(self) -> list[Action]:
+        """Publish what is known now, as information: it carries an epoch that runs or is over.
+
+        While the group changes nothing is published but the GO itself: for one epoch, members see one
+        topology. Whatever else changed meanwhile follows when the word is even.
+        """
+        if self.phase not in (GroupPhase.RUNNING, GroupPhase.STOPPED):
+            return []
+        return self._publish(self.epoch - self.epoch % 2)
+
+    def _publish(self, epoch: int) -> list[Action]:
+        seats = tuple(
+            Seat(seat.seat, seat.incarnation, seat.scheduler_incarnation, seat.state)
+            for seat in self.seats
+        )
+        topology = Topology(epoch, seats, self.placement, self.fingerprint)
+        if topology == self.published:
+            return []
+        self.published = topology
+        return [Publish(topology, self._awake())]
+
+    def _awake(self) -> tuple[int, ...]:
+        """Seats whose worker may sleep on its bell."""
+        return tuple(seat.seat for seat in self.seats if seat.state not in ("absent", "lost"))

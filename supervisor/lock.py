@@ -1,0 +1,118 @@
+"""One node in a run directory: who holds it, and what a killed one left behind."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from phalanx.protocol import arena
+from phalanx.protocol.config import node_name
+from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.limits import OLD_NODE_MS
+from phalanx.protocol.rundir import LOCK_FILE, PID_FILE
+
+CHILDREN_LOCK_FILE = "children.lock"
+FAILED_FILE = "failed.json"
+_POLL_S = 0.02
+
+
+class NodeBusy(PhalanxError):
+    """The run directory belongs to a live node, or to what is left of one."""
+
+
+class NodeLock:
+    """Held by the supervisor for its whole life. The kernel releases it however the supervisor ends.
+
+    `children_fd` is a second lock that every child inherits and so holds until it is gone: a pid file
+    would prove nothing, and the children of a killed supervisor must be gone before their sockets and
+    shared memory are taken away.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """Raises NodeBusy, saying who is there and what to do."""
+        self.run_dir = run_dir
+        self._fd = os.open(run_dir / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if not _try_lock(self._fd):
+            os.close(self._fd)
+            raise NodeBusy(
+                f"a node is already running in {run_dir} (supervisor pid {read_pid(run_dir)}): stop it"
+                " with `phalanx down`, or choose another --run-dir"
+            )
+        path = run_dir / CHILDREN_LOCK_FILE
+        self.children_fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + OLD_NODE_MS / 1000
+        while not _try_lock(self.children_fd):
+            if time.monotonic() > deadline:
+                pids = holders(path, self.children_fd)
+                os.close(self.children_fd)
+                os.close(self._fd)
+                raise NodeBusy(
+                    f"processes of an earlier node in {run_dir} are still there after"
+                    f" {OLD_NODE_MS / 1000:g} s (pids {', '.join(map(str, pids)) or 'unknown'}):"
+                    " end them, or choose another --run-dir"
+                )
+            time.sleep(_POLL_S)
+        self.swept = clean(run_dir)
+        (run_dir / PID_FILE).write_text(f"{os.getpid()}\n")
+
+    def release(self) -> None:
+        (self.run_dir / PID_FILE).unlink(missing_ok=True)
+        os.close(self.children_fd)
+        os.close(self._fd)
+
+
+def running(run_dir: Path) -> bool:
+    """Whether a supervisor lives in this run directory."""
+    try:
+        fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(fd, fcntl.LOCK_SH)
+    finally:
+        os.close(fd)
+
+
+def read_pid(run_dir: Path) -> int:
+    """The supervisor's pid as it wrote it, for people; 0 when unknown."""
+    try:
+        return int((run_dir / PID_FILE).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def clean(run_dir: Path) -> list[str]:
+    """Remove what a killed node left: sockets, its failure report, shared memory. Returns the last."""
+    for path in run_dir.glob("*.sock"):
+        path.unlink(missing_ok=True)
+    (run_dir / FAILED_FILE).unlink(missing_ok=True)
+    return arena.sweep(node_name(run_dir))
+
+
+def holders(path: Path, ours: int) -> list[int]:
+    """Processes that have `path` open, other than this one."""
+    key = (os.fstat(ours).st_dev, os.fstat(ours).st_ino)
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        if int(process.name) != os.getpid() and key in _open_files(process / "fd"):
+            found.append(int(process.name))
+    return found
+
+
+def _open_files(directory: Path) -> set[tuple[int, int]]:
+    files: set[tuple[int, int]] = set()
+    try:
+        for entry in directory.iterdir():
+            stat = entry.stat()
+            files.add((stat.st_dev, stat.st_ino))
+    except OSError:
+        pass  # it ended, or is not ours to look at
+    return files
+
+
+def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,300 @@
+"""The supervisor process: feeds the core with what happens and carries out what it decides."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from phalanx.protocol import arena, rundir
+from phalanx.protocol.board import Board
+from phalanx.protocol.codec import Decoder, call_of, encode
+from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode
+from phalanx.protocol.limits import DRAIN_MS, MESSAGE_BYTES_MAX
+from phalanx.protocol.link import receive_from, send_to
+from phalanx.protocol.log import setup_logging
+from phalanx.protocol.messages import (
+    Error,
+    Message,
+    Progress,
+    Ready,
+    Shutdown,
+    ShutdownDone,
+    StatusQuery,
+    ToSupervisor,
+)
+from phalanx.supervisor import proc
+from phalanx.supervisor.core import SupervisorCore
+from phalanx.supervisor.events import (
+    Action,
+    BecameReady,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Kill,
+    KillAsked,
+    Progressed,
+    Publish,
+    Reaped,
+    Send,
+    SetEpoch,
+    ShutdownAsked,
+    Spawn,
+    Spawned,
+    Sweep,
+    Tell,
+)
+from phalanx.supervisor.group import Placements
+from phalanx.supervisor.lock import FAILED_FILE, NodeLock
+from phalanx.supervisor.placements import GroupPlacements, read_shape
+from phalanx.supervisor.processes import ProcessSpec, process_table
+from phalanx.supervisor.spawn import Child, Spawner, last_words
+from phalanx.supervisor.status import status
+from phalanx.supervisor.watch import Watch
+
+OnEvent = Callable[[Tell], None]
+TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
+_MESSAGES_PER_TURN = 256
+_FLUSH_S = 0.05
+
+
+def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> ExitCode:
+    """Run the node in `config.run_dir` until it is told to stop; SIGTERM and SIGINT do that too.
+
+    Args:
+        config: `model_dir` is resolved. Saved to the run directory, where the children read it.
+        on_event: told what happens as it happens, for a live display.
+
+    Raises:
+        NodeBusy: the run directory belongs to a live node.
+        ConfigError: the configuration is wrong.
+    """
+    config.check()
+    shape = read_shape(config.model_path)
+    placements = GroupPlacements(*shape, config.ranks)
+    return run_processes(config, process_table(config), placements, on_event)
+
+
+def run_processes(
+    config: NodeConfig,
+    table: Sequence[ProcessSpec],
+    placements: Placements,
+    on_event: OnEvent = lambda event: None,
+) -> ExitCode:
+    """`run_node` for any table of processes."""
+    run_dir = rundir.prepare(config.run_path)
+    lock = NodeLock(run_dir)
+    try:
+        config.save()
+        return Node(config, table, placements, lock, on_event).run()
+    finally:
+        lock.release()
+
+
+class Node:
+    """The shell around the core. One thread; sleeps in poll, or on the bell while the group changes."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        table: Sequence[ProcessSpec],
+        placements: Placements,
+        lock: NodeLock,
+        on_event: OnEvent,
+    ) -> None:
+        self._config, self._on_event = config, on_event
+        self._run_dir = config.run_path
+        self._log = setup_logging(self._run_dir, "supervisor", 1, config.log_level)
+        self._board = Board.create(config.node)
+        self._core = SupervisorCore(table, placements)
+        self._specs = {spec.name: spec for spec in table}
+        self._spawner = Spawner(self._run_dir, lock.children_fd)
+        endpoint = rundir.endpoint(self._run_dir, rundir.SUPERVISOR_SOCKET)
+        self._watch = Watch(endpoint, self._board, MESSAGE_BYTES_MAX)
+        self._decoder = Decoder[Message](ToSupervisor, MESSAGE_BYTES_MAX)
+        self._events: deque[Event] = deque()
+        self._signals: list[int] = []
+        self._waiting_for_end: list[
+            tuple[bytes, int]
+        ] = []  # who asked for the shutdown: peer, call
+        self._finished: Finished | None = None
+
+    def run(self) -> ExitCode:
+        self._board.set_epoch(self._core.group.epoch, [])
+        self._log.info("starting", processes=list(self._specs), config=self._config.model)
+        restore = self._obey_signals()
+        observed_ns = 0
+        try:
+            while self._finished is None:
+                self._listen()
+                now_ns = time.monotonic_ns()
+                if now_ns - observed_ns >= TICK_MS * 1_000_000:
+                    self._events.extend(self._watch.observe())
+                    observed_ns = now_ns
+                self._handle_events()
+                self._carry_out(self._core.tick(time.monotonic_ns()))
+                self._handle_events()
+            return self._end(self._finished)
+        finally:
+            restore()
+
+    # ------------------------------------------------------------ what happens
+
+    def _listen(self) -> None:
+        """Wait for whatever comes first and queue it as events."""
+        if self._core.awaits_acks:
+            bell = self._board.supervisor_bell.value  # before looking, so that no ring is missed
+            acks = self._watch.acks(list(self._core.group.waiting))
+            for event in acks:
+                self._carry_out(self._core.handle(event, time.monotonic_ns()))
+            if not self._poll(0) and self._core.awaits_acks:
+                self._watch.wait_bell(bell)
+        else:
+            self._poll(TICK_MS)
+        for number in self._signals:
+            again = number == signal.SIGINT and self._signals_seen(number) > 1
+            self._events.append(KillAsked() if again else ShutdownAsked(DRAIN_MS))
+        self._signals.clear()
+
+    def _poll(self, timeout_ms: int) -> bool:
+        deaths, ended, messages = self._watch.wait(timeout_ms)
+        self._events.extend(deaths)
+        self._handle_events()  # a death stops the group before anything slower is done
+        for child in ended:
+            self._reap(child)
+        if messages:
+            for identity, frame in receive_from(self._watch.socket, _MESSAGES_PER_TURN):
+                self._on_frame(identity, frame)
+        return bool(deaths or ended or messages)
+
+    def _reap(self, child: Child) -> None:
+        code = self._watch.remove(child)
+        words = "" if code == 0 else last_words(self._run_dir, child)
+        self._events.append(Reaped(child.spec.name, child.incarnation, code, words))
+
+    def _on_frame(self, identity: bytes, frame: bytes) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except DecodeError as error:
+            answer = Error(call_of(frame), Code.BAD_REQUEST, str(error))
+            send_to(self._watch.socket, identity, encode(answer))
+            return
+        match message:
+            case Ready(name, incarnation, fingerprint) if name in self._specs:
+                self._events.append(BecameReady(name, incarnation, fingerprint))
+            case Progress(name, incarnation, phase, fraction) if name in self._specs:
+                self._events.append(Progressed(name, incarnation, phase, fraction))
+            case StatusQuery(call):
+                now_ns = time.monotonic_ns()
+                reply = status(self._core, self._config, os.getpid(), call, now_ns)
+                send_to(self._watch.socket, identity, encode(reply))
+            case Shutdown(call, timeout_s):
+                self._waiting_for_end.append((identity, call))
+                self._events.append(ShutdownAsked(max(0, int(timeout_s * 1000))))
+            case _:
+                self._log.error("message about an unknown process", message=repr(message)[:200])
+
+    # ------------------------------------------------------------ what is to be done
+
+    def _handle_events(self) -> None:
+        while self._events:
+            self._carry_out(self._core.handle(self._events.popleft(), time.monotonic_ns()))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SetEpoch(epoch, seats):
+                    self._board.set_epoch(epoch, list(seats))
+                case Publish(topology, seats):
+                    self._board.publish(topology)
+                    for seat in seats:
+                        self._board.seats[seat].bell.ring()
+                case Kill(name, incarnation, number):
+                    child = self._watch.children.get(name)
+                    if child is not None and child.incarnation == incarnation:
+                        child.kill(number)
+                case Spawn(name, incarnation):
+                    self._spawn(name, incarnation)
+                case Inspect(name, incarnation):
+                    self._inspect(name, incarnation)
+                case Send(name, incarnation, message):
+                    send_to(self._watch.socket, f"{name}#{incarnation}".encode(), encode(message))
+                case Sweep():
+                    if swept := arena.sweep(self._config.node, half_made=False):
+                        self._log.info("swept shared memory", names=swept)
+                case Tell(kind, process, text):
+                    self._log.info(kind, about=process, text=text)
+                    self._on_event(action)
+                case Finished():
+                    self._finished = action
+
+    def _spawn(self, name: str, incarnation: int) -> None:
+        spec = self._specs[name]
+        self._board.processes[spec.index].clear()
+        if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
+            row = self._board.seats[spec.seat]
+            row.worker_incarnation = row.stop_ack = row.go_ack = 0
+        try:
+            child = self._spawner.spawn(spec, incarnation)
+        except OSError as error:  # no room for a process or a pipe: the same as an early death
+            self._events.append(Reaped(name, incarnation, ExitCode.INTERNAL, str(error)))
+            return
+        self._watch.add(child)
+        self._events.append(Spawned(name, incarnation, child.pid))
+
+    def _inspect(self, name: str, incarnation: int) -> None:
+        child = self._watch.children.get(name)
+        found = proc.inspect(child.pid) if child is not None else None
+        if found is not None:
+            self._events.append(Inspected(name, incarnation, *found))
+
+    # ------------------------------------------------------------ signals and the end
+
+    def _obey_signals(self) -> Callable[[], None]:
+        """Note signals for the loop; returns a function that undoes it. Only possible in a main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        self._seen: dict[int, int] = {}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append(number)
+
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        before = {number: signal.signal(number, note) for number in numbers}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        return restore
+
+    def _signals_seen(self, number: int) -> int:
+        self._seen[number] = self._seen.get(number, 0) + 1
+        return self._seen[number]
+
+    def _end(self, finished: Finished) -> ExitCode:
+        """Everything is gone: remove what is left, say so to whoever asked, and how it ended."""
+        self._spawner.close()
+        self._board.close()
+        swept = arena.sweep(self._config.node)
+        left = (*finished.left, *(f"{name} (swept)" for name in swept))
+        if finished.code != ExitCode.OK:
+            failure = {"code": int(finished.code), "reason": finished.reason}
+            (self._run_dir / FAILED_FILE).write_text(json.dumps(failure) + "\n")
+        for identity, call in self._waiting_for_end:
+            send_to(self._watch.socket, identity, encode(ShutdownDone(call, left)))
+        if self._waiting_for_end:
+            time.sleep(_FLUSH_S)  # sockets are closed without lingering; the answer is on its way
+        self._watch.close()
+        for path in self._run_dir.glob("*.sock"):
+            path.unlink(missing_ok=True)
+        self._log.info("stopped", code=int(finished.code), reason=finished.reason, left=left)
+        return finished.code
+
+
+__all__ = ["ConfigError", "Node", "run_node", "run_processes"]

@@ -1,0 +1,34 @@
+"""How soon a dead process is started again, and when to stop trying. Pure."""
+
+from dataclasses import dataclass, field
+
+from phalanx.protocol.limits import (
+    RESTART_DELAY_MS,
+    RESTART_DELAY_MS_MAX,
+    RESTART_WINDOW_MS,
+    RESTARTS_MAX,
+)
+
+_MS = 1_000_000
+
+
+@dataclass(slots=True)
+class RestartPolicy:
+    """The first restart in a while is immediate: recovery is a matter of milliseconds. Each further one
+    within the window waits twice as long, and after RESTARTS_MAX of them an essential process is given
+    up; one that the node can do without is tried for ever, at the longest delay."""
+
+    gives_up: bool = True
+    deaths_ns: list[int] = field(default_factory=list[int])
+
+    def delay_ns(self, now_ns: int) -> int | None:
+        """Called once at each death. How long to wait before the restart; None: give up."""
+        window_ns = RESTART_WINDOW_MS * _MS
+        self.deaths_ns = [at for at in self.deaths_ns if at > now_ns - window_ns] + [now_ns]
+        earlier = len(self.deaths_ns) - 1
+        if earlier >= RESTARTS_MAX and self.gives_up:
+            return None
+        if earlier == 0:
+            return 0
+        doublings = min(earlier - 1, RESTARTS_MAX)
+        return min(RESTART_DELAY_MS << doublings, RESTART_DELAY_MS_MAX) * _MS

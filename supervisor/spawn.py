@@ -1,0 +1,125 @@
+"""Starting one child, and reading its last words when it is gone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.protocol.rundir import LOG_DIR
+from phalanx.supervisor.processes import ProcessSpec
+
+_TAIL_BYTES = 64 << 10
+_WORDS_MAX = 500  # characters
+
+
+@dataclass(slots=True)
+class Child:
+    """A live (or not yet reaped) incarnation of one process."""
+
+    spec: ProcessSpec
+    incarnation: int
+    process: "subprocess.Popen[bytes]"
+    death_fd: int  # end of file when it dies; -1 once that was seen
+    pidfd: int  # readable when it can be reaped
+    out: Path
+    out_start: int  # where its own output begins in `out`
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def kill(self, number: int) -> None:
+        # Not reaped yet, so the pid cannot have been reused; by pidfd all the same.
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            pass  # a zombie: its end is about to be noticed
+
+
+class Spawner:
+    """Starts children that die with this process: all share one life pipe, whose write end is here."""
+
+    def __init__(self, run_dir: Path, children_lock_fd: int) -> None:
+        self._run_dir, self._lock_fd = run_dir, children_lock_fd
+        self._life_read, self._life_write = os.pipe()
+
+    def spawn(self, spec: ProcessSpec, incarnation: int) -> Child:
+        """Raises OSError when the system has no room for another process."""
+        out = self._run_dir / LOG_DIR / f"{spec.name}.out"
+        death_read, death_write = os.pipe()
+        try:
+            with out.open("ab") as log:
+                start = log.tell()
+                process = self._popen(spec, incarnation, death_write, log.fileno())
+        except BaseException:
+            os.close(death_read)
+            raise
+        finally:
+            os.close(death_write)  # only the child holds it now: its death is the end of file
+        return Child(spec, incarnation, process, death_read, os.pidfd_open(process.pid), out, start)
+
+    def _popen(
+        self, spec: ProcessSpec, incarnation: int, death_fd: int, output: int
+    ) -> "subprocess.Popen[bytes]":
+        arguments = {
+            "--run-dir": self._run_dir,
+            "--name": spec.name,
+            "--incarnation": incarnation,
+            "--index": spec.index,
+            "--seat": spec.seat,
+            "--death-fd": death_fd,
+            "--life-fd": self._life_read,
+        }
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", spec.module),
+                *(str(part) for pair in arguments.items() for part in pair),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **spec.environment()},
+            pass_fds=(death_fd, self._life_read, self._lock_fd),
+            process_group=0,  # Ctrl-C at the terminal is for the supervisor alone
+        )
+
+    def close(self) -> None:
+        os.close(self._life_read)
+        os.close(self._life_write)
+
+
+def last_words(run_dir: Path, child: Child) -> str:
+    """Why the child ended, as far as it said: its last logged error, else its last line of output."""
+    said = _last_error(run_dir / LOG_DIR / f"{child.spec.name}.log", child.incarnation)
+    if not said:
+        lines = [line.strip() for line in _tail(child.out, child.out_start).splitlines()]
+        said = next((line for line in reversed(lines) if line), "")
+    return said[:_WORDS_MAX]
+
+
+def _last_error(log: Path, incarnation: int) -> str:
+    for line in reversed(_tail(log, 0).splitlines()):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut by the start of the tail, or by the death of the writer
+        if not isinstance(entry, dict) or entry.get("incarnation") != incarnation:
+            continue
+        if entry.get("level") in ("error", "critical"):
+            trace = str(entry.get("exception", "")).strip().splitlines()
+            cause = entry.get("error") or (trace[-1] if trace else "")
+            return f"{entry.get('event', '')}: {cause}" if cause else str(entry.get("event", ""))
+    return ""
+
+
+def _tail(path: Path, start: int) -> str:
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,47 @@
+"""The answer to StatusQuery, made from the core's state. Pure."""
+
+from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.messages import ProcessStatus, RankStatus, StatusReply
+from phalanx.supervisor.core import NodeStage, Process, Stage, SupervisorCore
+
+_MS = 1_000_000
+
+
+def status(
+    core: SupervisorCore, config: NodeConfig, supervisor_pid: int, call: int, now_ns: int
+) -> StatusReply:
+    reasons = core.reasons()
+    own_state = "ready" if core.stage is NodeStage.RUNNING else core.stage.name.lower()
+    own = ProcessStatus("supervisor", supervisor_pid, own_state, 0, 0, 1, "; ".join(reasons))
+    return StatusReply(
+        call=call,
+        healthy=not reasons,
+        epoch=core.group.epoch,
+        ranks=tuple(RankStatus(s.seat, s.state, s.incarnation) for s in core.group.seats),
+        processes=(own, *(_process(p, now_ns) for p in core.processes.values() if p.exists)),
+        run_dir=config.run_dir,
+        model=config.model,
+        ready_s=core.ready_s,
+        phases=tuple(core.phases),
+        epochs=tuple(core.group.records),
+        failed=core.failed,
+    )
+
+
+def _process(process: Process, now_ns: int) -> ProcessStatus:
+    beat_ms = (now_ns - process.beat_ns) // _MS if process.beat_ns else -1
+    return ProcessStatus(
+        name=process.spec.name,
+        pid=process.pid,
+        state=_state(process),
+        restarts=process.incarnation - 1,
+        last_beat_ms=max(beat_ms, 0) if process.beat_ns else -1,
+        incarnation=process.incarnation,
+        detail=process.detail,
+    )
+
+
+def _state(process: Process) -> str:
+    if process.leaving and process.exists:
+        return "stopping"
+    return {Stage.STARTING: "starting", Stage.READY: "ready"}.get(process.stage, "dying")

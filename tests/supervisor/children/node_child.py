@@ -1,0 +1,83 @@
+"""A process of the node that does nothing but live as the protocol says: the shell's tests start it.
+
+What it does wrong stands in RUN_DIR/behave/NAME: a word, read once at the start.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.limits import BEAT_PERIOD_MS
+from phalanx.protocol.service import Service, run
+
+
+def serve(service: Service) -> None:
+    behave = service.run_dir / "behave" / service.name
+    fault = behave.read_text().strip() if behave.exists() else ""
+    match fault:
+        case "bad input":
+            raise ConfigError("the directory /nowhere does not exist")
+        case "crash":
+            raise RuntimeError("planted crash")
+        case "ignore TERM":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    service.progress("load", 0.5)
+    if service.name.startswith("worker-"):
+        work(service, fault)
+    else:
+        service.ready()
+        service.loop({}, lambda now_ns: None)
+
+
+def work(service: Service, fault: str) -> None:
+    """A worker as the group sees it: acknowledges STOP and GO, sleeps on its bell."""
+    row, board = service.board.seats[service.seat], service.board
+    row.worker_incarnation = service.incarnation
+    service.ready("numbers")
+    while not service.stopping:
+        bell = row.bell.value
+        service.beat()
+        if not _answer(service, fault):
+            row.bell.wait(bell, BEAT_PERIOD_MS)
+        if board.epoch % 2 == 0:
+            service.row.phase = ProcessPhase.READY
+            row.steps_run += 1
+
+
+def _answer(service: Service, fault: str) -> bool:
+    row, board = service.board.seats[service.seat], service.board
+    epoch = board.epoch
+    if epoch % 2 == 0:
+        return False
+    if row.stop_ack != epoch:
+        if fault == "deaf" and epoch > 1:
+            while True:  # beats, so that only the missing acknowledgement tells
+                service.beat()
+                time.sleep(0.05)
+        row.stop_ack = epoch
+        board.supervisor_bell.ring()
+        return True
+    topology = board.topology()
+    if topology is None or topology.epoch != epoch + 1 or row.go_ack == epoch + 1:
+        return False
+    seat = topology.seat(service.seat)
+    if seat is None or seat.state != "member" or seat.worker_incarnation != service.incarnation:
+        return False
+    row.go_ack = epoch + 1
+    board.supervisor_bell.ring()
+    return True
+
+
+def main(serve: Callable[[Service], None]) -> None:
+    if os.environ.get("NODE_CHILD_SLOW_START"):
+        time.sleep(float(os.environ["NODE_CHILD_SLOW_START"]))
+    run(serve)
+
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True
+    main(serve)

@@ -1,0 +1,27 @@
+"""A supervisor over trivial children: `python -m node_main RUN_DIR RANKS`."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.errors import ExitCode
+from phalanx.supervisor.lock import NodeBusy
+from phalanx.supervisor.main import run_processes
+from phalanx.supervisor.placements import GroupPlacements
+from phalanx.supervisor.processes import process_table
+
+
+def main() -> None:
+    run_dir, ranks = Path(sys.argv[1]), int(sys.argv[2])
+    config = NodeConfig(run_dir=str(run_dir), ranks=ranks, tokenizers=1)
+    table = [replace(spec, module="node_child") for spec in process_table(config)]
+    try:
+        sys.exit(run_processes(config, table, GroupPlacements(2, 8, ranks)))
+    except NodeBusy as error:
+        print(error, file=sys.stderr)
+        sys.exit(ExitCode.UNHEALTHY)
+
+
+if __name__ == "__main__":
+    main()

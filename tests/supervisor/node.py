@@ -1,0 +1,119 @@
+"""A node of trivial children in a process of its own, for tests that kill real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.protocol import arena
+from phalanx.protocol.board import Board
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.link import connect_dealer
+from phalanx.protocol.messages import (
+    FromSupervisor,
+    Message,
+    ProcessStatus,
+    Shutdown,
+    ShutdownDone,
+    StatusQuery,
+    StatusReply,
+)
+from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint
+
+CHILDREN = Path(__file__).parent / "children"
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0, every_s: float = 0.005) -> None:
+    """Poll with a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(every_s)
+
+
+@dataclass
+class TestNode:
+    """Start with `start`; `stop` in the test's teardown ends whatever is left."""
+
+    __test__ = False
+    run_dir: Path
+    ranks: int = 3
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+    supervisor: "subprocess.Popen[bytes] | None" = None
+
+    def behave(self, name: str, fault: str) -> None:
+        (self.run_dir / "behave").mkdir(parents=True, exist_ok=True)
+        (self.run_dir / "behave" / name).write_text(fault)
+
+    def start(self) -> None:
+        self.run_dir.mkdir(exist_ok=True)
+        command = [sys.executable, "-P", "-m", "node_main", str(self.run_dir), str(self.ranks)]
+        environment = {**os.environ, "PYTHONPATH": str(CHILDREN), **self.environment}
+        output = (self.run_dir / "supervisor.out").open("ab")
+        with output:
+            self.supervisor = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, process_group=0
+            )
+        self.socket = connect_dealer(endpoint(self.run_dir, SUPERVISOR_SOCKET))
+
+    def said(self) -> str:
+        return (self.run_dir / "supervisor.out").read_text()
+
+    def ask(self, message: Message, timeout_s: float = 10.0) -> FromSupervisor | None:
+        self.socket.send(encode(message))
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return Decoder[FromSupervisor](FromSupervisor).decode(self.socket.recv())
+
+    def status(self) -> StatusReply:
+        reply = self.ask(StatusQuery(1))
+        assert isinstance(reply, StatusReply), self.said()
+        return reply
+
+    def process(self, name: str) -> ProcessStatus:
+        return next(p for p in self.status().processes if p.name == name)
+
+    def wait_healthy(self, timeout_s: float = 30.0) -> StatusReply:
+        until(lambda: self.status().healthy, timeout_s, 0.01)
+        return self.status()
+
+    def shut_down(self, timeout_s: float = 1.0) -> ShutdownDone:
+        reply = self.ask(Shutdown(2, timeout_s), timeout_s + 15)
+        assert isinstance(reply, ShutdownDone), self.said()
+        return reply
+
+    def board(self) -> Board:
+        return Board.attach(self.run_dir.name)
+
+    def children(self) -> list[int]:
+        """Pids of every process of this node but the supervisor, zombies included."""
+        return [pid for pid in pids_of(self.run_dir) if pid != self.supervisor_pid]
+
+    @property
+    def supervisor_pid(self) -> int:
+        assert self.supervisor is not None
+        return self.supervisor.pid
+
+    def stop(self) -> None:
+        if self.supervisor is not None:
+            self.supervisor.kill()
+            self.supervisor.wait()
+            self.socket.close()
+        until(lambda: not self.children(), 5)
+        arena.sweep(self.run_dir.name)
+
+
+def pids_of(run_dir: Path) -> list[int]:
+    """Processes that were started with this run directory."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(run_dir).encode() in words:
+            found.append(int(path.name))
+    return found
