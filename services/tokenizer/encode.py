@@ -40,6 +40,7 @@ class TextEncoder:
     """Encodes with one tokenizer. `Tokenizer.encode(text).ids` is what the pieces' ids add up to."""
 
     def __init__(self, tokenizer: Tokenizer, piece_chars: int = PIECE_CHARS) -> None:
+        assert piece_chars >= 1
         self._tokenizer = tokenizer
         self._piece_chars = piece_chars if can_cut(tokenizer) else None
 
