@@ -1,0 +1,228 @@
+"""What each scheduler holds, readable by anyone without asking it: the live rows of its own state.
+
+Every scheduler keeps its sequences in an arena `ph-NODE-queueSEAT-INCARNATION`: a header and one
+column for each field (struct of arrays). The scheduler computes on these columns, they are not a
+copy, so `phalanx queues` shows the truth even of a scheduler that is stopped. A sequence lock in the
+header tells a reader that it saw a moment between two steps.
+"""
+
+import fcntl
+import os
+import re
+import time
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.protocol.arena import SHM, Arena, arena_name, names
+from phalanx.protocol.errors import ArenaError
+
+LAYOUT_VERSION = 1
+REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
+_ALIGN = 64
+_READ_ATTEMPTS = 200
+_READ_PAUSE_S = 0.0002
+
+
+class State(IntEnum):
+    FREE = 0
+    WAITING = 1  # holds no block and no slot
+    RUNNING = 2  # holds a slot: in prefill (also between two chunks) or in decode
+    ENDING = 3  # its final is out; blocks and slot come back with the result of the step in flight
+
+
+class Phase(IntEnum):
+    QUEUED = 0
+    RESUMED = 1  # waits, with outputs produced elsewhere
+    PREEMPTED = 2  # waits, with outputs produced here
+    PREFILL = 3
+    DECODE = 4
+
+
+HEADER = np.dtype(
+    [
+        ("layout", "<u4"),
+        ("rows", "<u4"),
+        ("version", "<u8"),  # sequence lock: odd while the scheduler changes something
+        ("epoch", "<u8"),
+        ("incarnation", "<u8"),
+        ("seat", "<i4"),
+        ("waiting", "<i4"),
+        ("running", "<i4"),
+        ("free_blocks", "<i4"),
+        ("total_blocks", "<i4"),  # block 0 left out, here and in free_blocks
+        ("free_slots", "<i4"),
+        ("total_slots", "<i4"),
+    ]
+)
+COLUMNS: tuple[tuple[str, str], ...] = (
+    ("state", "u1"),
+    ("phase", "u1"),
+    ("index", "<i4"),
+    ("attempt", "<i4"),
+    ("arrival_ns", "<i8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
+    ("prompt_tokens", "<i4"),
+    ("output_tokens", "<i4"),
+    ("max_tokens", "<i4"),  # outputs after which the sequence ends with `length`
+    ("min_tokens", "<i4"),  # outputs before which no stop counts
+    ("end_token", "<i4"),  # -1: ignored
+    ("cached_tokens", "<i4"),
+    ("preemptions", "<i4"),
+    ("slot", "<i4"),  # -1: none
+    ("blocks", "<i4"),  # KV blocks it owns
+    ("told", "<i4"),  # of these, how many its worker knows
+    ("committed", "<i4"),  # tokens whose KV is written
+    ("last_token", "<i4"),
+)
+_HEADER_BYTES = -(-HEADER.itemsize // _ALIGN) * _ALIGN
+
+
+def _column_bytes(dtype: str, rows: int) -> int:
+    return -(-np.dtype(dtype).itemsize * rows // _ALIGN) * _ALIGN
+
+
+def queue_bytes(rows: int) -> int:
+    """Size of the region for `rows` sequences."""
+    columns = sum(_column_bytes(dtype, rows) for _, dtype in COLUMNS)
+    return _HEADER_BYTES + columns + _column_bytes("u1", rows * REQUEST_ID_BYTES)
+
+
+class QueueTable:
+    """Typed views of the region: `header` (one record), a column for each field, `request_ids`.
+
+    Columns are int32 [rows] unless `COLUMNS` says otherwise; `request_ids` is uint8 [rows, 16].
+    """
+
+    state: npt.NDArray[np.uint8]
+    phase: npt.NDArray[np.uint8]
+    index: npt.NDArray[np.int32]
+    attempt: npt.NDArray[np.int32]
+    arrival_ns: npt.NDArray[np.int64]
+    prompt_tokens: npt.NDArray[np.int32]
+    output_tokens: npt.NDArray[np.int32]
+    max_tokens: npt.NDArray[np.int32]
+    min_tokens: npt.NDArray[np.int32]
+    end_token: npt.NDArray[np.int32]
+    cached_tokens: npt.NDArray[np.int32]
+    preemptions: npt.NDArray[np.int32]
+    slot: npt.NDArray[np.int32]
+    blocks: npt.NDArray[np.int32]
+    told: npt.NDArray[np.int32]
+    committed: npt.NDArray[np.int32]
+    last_token: npt.NDArray[np.int32]
+
+    def __init__(self, data: memoryview, rows: int) -> None:
+        assert len(data) >= queue_bytes(rows)
+        self.rows = rows
+        self.header: npt.NDArray[Any] = np.frombuffer(data, HEADER, 1)
+        at = _HEADER_BYTES
+        for name, dtype in COLUMNS:
+            setattr(self, name, np.frombuffer(data, dtype, rows, at))
+            at += _column_bytes(dtype, rows)
+        ids = np.frombuffer(data, np.uint8, rows * REQUEST_ID_BYTES, at)
+        self.request_ids = ids.reshape(rows, REQUEST_ID_BYTES)
+
+    @classmethod
+    def create(cls, data: memoryview, rows: int, seat: int, incarnation: int) -> "QueueTable":
+        """The scheduler's own table, over zeroed bytes."""
+        table = cls(data, rows)
+        header = table.header[0]
+        header["layout"], header["rows"] = LAYOUT_VERSION, rows
+        header["seat"], header["incarnation"] = seat, incarnation
+        return table
+
+
+def queue_arena_name(node: str, seat: int, incarnation: int) -> str:
+    return arena_name(node, f"queue{seat}", incarnation)
+
+
+def read_queues(node: str) -> dict[str, list[dict[str, Any]]]:
+    """What all schedulers of the node hold now: the JSON of `phalanx queues` (contract.md).
+
+    Reads shared memory alone, so it never waits for a scheduler, not even for a stopped one.
+    """
+    ranks: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
+    for name in _live_arenas(node):
+        try:
+            with Arena.attach(name) as arena:
+                snapshot = bytes(arena.data[:_HEADER_BYTES])
+                rows = int(np.frombuffer(snapshot, HEADER, 1)[0]["rows"])
+                if arena.nbytes != queue_bytes(rows):
+                    continue  # its owner is still filling it in
+                copy = _consistent_copy(arena.data)
+        except ArenaError:
+            continue  # its owner ended between the listing and now
+        rank, held = _describe(QueueTable(memoryview(copy), rows))
+        ranks.append(rank)
+        requests += held
+    return {"ranks": ranks, "requests": requests}
+
+
+def _live_arenas(node: str) -> list[str]:
+    """Of each seat, the arena of the latest incarnation whose owner lives, by seat."""
+    pattern = re.compile(rf"ph-{re.escape(node)}-queue(\d+)-(\d+)")
+    latest: dict[int, int] = {}
+    for name in names(node):
+        if (match := pattern.fullmatch(name)) and _owner_lives(name):
+            seat, incarnation = int(match[1]), int(match[2])
+            latest[seat] = max(incarnation, latest.get(seat, 0))
+    return [queue_arena_name(node, seat, latest[seat]) for seat in sorted(latest)]
+
+
+def _owner_lives(name: str) -> bool:
+    try:
+        fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _consistent_copy(data: memoryview) -> bytes:
+    """The region as it was between two changes. Of a scheduler that stopped in the middle of one, as
+    it stands: every word is whole, only the sums may disagree by that one change."""
+    copy = bytes(data)
+    for _ in range(_READ_ATTEMPTS):
+        before = int(np.frombuffer(copy, HEADER, 1)[0]["version"])
+        now = int(np.frombuffer(data, HEADER, 1)[0]["version"])
+        if before == now and before % 2 == 0:
+            break
+        time.sleep(_READ_PAUSE_S)
+        copy = bytes(data)
+    return copy
+
+
+def _describe(table: QueueTable) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    header = table.header[0]
+    seat, now_ns = int(header["seat"]), time.monotonic_ns()
+    rank = {"slot": seat, "incarnation": int(header["incarnation"]), "epoch": int(header["epoch"])}
+    for field in ("waiting", "running", "free_blocks", "total_blocks", "free_slots", "total_slots"):
+        rank[field] = int(header[field])
+    held = [
+        {
+            "request_id": table.request_ids[row].tobytes().hex(),
+            "index": int(table.index[row]),
+            "slot": seat,
+            "state": State(int(table.state[row])).name.lower(),
+            "phase": Phase(int(table.phase[row])).name.lower(),
+            "age_ms": max(0, now_ns - int(table.arrival_ns[row])) / 1e6,
+            "prompt_tokens": int(table.prompt_tokens[row]),
+            "output_tokens": int(table.output_tokens[row]),
+            "max_tokens": int(table.max_tokens[row]),
+            "blocks": int(table.blocks[row]),
+            "cached_tokens": int(table.cached_tokens[row]),
+            "preemptions": int(table.preemptions[row]),
+        }
+        for row in np.flatnonzero(table.state)
+    ]
+    held.sort(key=lambda request: -request["age_ms"])
+    return rank, held

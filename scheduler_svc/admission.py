@@ -1,0 +1,93 @@
+"""Whether a sequence can be served here at all. Pure. What can never fit is refused with the numbers."""
+
+import numpy as np
+
+from phalanx.protocol.config import SchedulerConfig
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import Submit
+from phalanx.protocol.queues import REQUEST_ID_BYTES
+from phalanx.protocol.steps import WorkerHello
+from phalanx.scheduler_svc.blocks import blocks_for
+from phalanx.scheduler_svc.prefill import PLAN_NEW_BYTES_MAX
+from phalanx.scheduler_svc.rank import Rank
+from phalanx.scheduler_svc.state import Sequence, sequence_of
+
+RETRY_AFTER_MS = 500
+
+
+def admit(
+    submit: Submit,
+    worker: WorkerHello | None,
+    rank: Rank,
+    config: SchedulerConfig,
+    serial: int,
+    now_ns: int,
+) -> Sequence:
+    """The sequence of `submit`, ready to be queued. Raises Refused.
+
+    A resumed sequence was admitted before, elsewhere: the bound on the queue is not for it, as long
+    as the table has a row.
+    """
+    if worker is None:
+        raise Refused(Code.NOT_READY, "this rank has no worker in the group now", RETRY_AFTER_MS)
+    resumed = bool(submit.outputs) or submit.attempt > 0
+    if rank.table.free == 0 or (not resumed and len(rank.waiting) >= config.max_waiting):
+        raise Refused(
+            Code.OVERLOADED,
+            f"{len(rank.waiting)} sequences wait at this rank, the limit is {config.max_waiting}",
+            RETRY_AFTER_MS,
+        )
+    _check_ids(submit, worker.vocab_size)
+    max_outputs = _room(submit, worker, rank.pool.total)
+    order = (0 if resumed else 1, -submit.priority, serial)
+    return sequence_of(submit, max_outputs, order, now_ns)
+
+
+def _room(submit: Submit, worker: WorkerHello, total_blocks: int) -> int:
+    """How many outputs the sequence may have. Raises Refused when it could never be finished."""
+    prompt, wanted = len(submit.prompt) // 4, submit.sampling.max_tokens
+    left = worker.max_model_len - prompt
+    if left < 1:
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"the prompt has {prompt} tokens, the model takes {worker.max_model_len}"
+            " together with at least one output",
+        )
+    max_outputs = left if wanted is None else min(wanted, left)
+    if max_outputs < 1:
+        raise Refused(Code.BAD_REQUEST, f"max_tokens is {wanted}, at least 1 is needed")
+    needed = blocks_for(prompt + max_outputs - 1)  # the last output is never fed back
+    if needed > total_blocks:
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"{prompt} prompt tokens and up to {max_outputs} outputs need {needed} KV blocks, the pool"
+            f" has {total_blocks}: shorten the prompt, lower max_tokens or give the node more kv_bytes",
+        )
+    if 4 * (prompt + max_outputs) > PLAN_NEW_BYTES_MAX:
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"{prompt} prompt tokens and up to {max_outputs} outputs are more than the"
+            f" {PLAN_NEW_BYTES_MAX // 4} tokens that one sequence may have",
+        )
+    return max_outputs
+
+
+def _check_ids(submit: Submit, vocab_size: int) -> None:
+    """Every id that will index something on the worker. Raises Refused."""
+    try:
+        well_named = len(bytes.fromhex(submit.request_id)) == REQUEST_ID_BYTES
+    except ValueError:
+        well_named = False
+    if not well_named:
+        raise Refused(Code.BAD_REQUEST, f"request id {submit.request_id!r} is not 32 hex digits")
+    if not submit.prompt or len(submit.prompt) % 4 or len(submit.outputs) % 4:
+        raise Refused(Code.BAD_REQUEST, "prompt and outputs are int32 ids, the prompt at least one")
+    ids = np.frombuffer(submit.prompt + submit.outputs, np.int32)
+    bias = np.array(list(submit.sampling.logit_bias), np.int64)
+    for name, values in (("token", ids), ("logit_bias", bias)):
+        wrong = (values < 0) | (values >= vocab_size)
+        if wrong.any():
+            raise Refused(
+                Code.BAD_REQUEST,
+                f"{name} id {int(values[wrong][0])} is outside the vocabulary of {vocab_size}",
+            )

@@ -1,0 +1,495 @@
+"""The scheduler of one rank: events in, actions out. Pure: no socket, clock, thread or chance.
+
+`handle` takes what arrived, `step` then decides: it plans the next step when none is under way and
+gives everything that is to be sent. Policy `mixed`: decode rows and prefill rows share one step
+under one budget of rows, so a long prompt never stalls running streams.
+
+A sequence ends exactly once: by its stop rules, by an error of its own, or by an abort, which is
+legal in every state. If a step in flight may still write its blocks and slot, these come back with
+that step's result.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from phalanx.protocol.config import SchedulerConfig
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import (
+    AbortSequence,
+    BusToGateway,
+    Done,
+    FinalSeen,
+    FinishReason,
+    KVRequest,
+    ListSequences,
+    PutDone,
+    Refusal,
+    Resend,
+    SeatLoad,
+    SequenceInfo,
+    SequenceList,
+    Submit,
+    Submitted,
+    Tokens,
+    TokensItem,
+)
+from phalanx.protocol.queues import QueueTable, State
+from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.scheduler_svc.admission import admit
+from phalanx.scheduler_svc.commit import Commit, commit
+from phalanx.scheduler_svc.decode import take_decoders
+from phalanx.scheduler_svc.offload import Offload
+from phalanx.scheduler_svc.plan import Flight, make_plan
+from phalanx.scheduler_svc.prefill import take_chunks
+from phalanx.scheduler_svc.rank import Rank
+from phalanx.scheduler_svc.state import Key, Sequence, Table
+from phalanx.scheduler_svc.stops import finished_already
+
+FLIGHTS_MAX = 1  # plans under way at once
+FINISHED_MAX = 16_384  # ended sequences kept for the gateway; beyond, the oldest is forgotten
+FINISHED_TTL_NS = 120 * 10**9  # and each for this long: a gateway that asks later runs it again
+FINAL_REPEAT_NS = 10**9  # a final that the gateway has not acknowledged is said again this often
+REPEATS_PER_TURN = 64
+ENDED_MAX = 16_384  # ended and acknowledged ones remembered, so that a late Submit starts nothing
+LOAD_PERIOD_NS = 50 * 10**6  # SeatLoad at most this often, but for a change of `accepting`
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """What the topology says of this seat."""
+
+    epoch: int
+    member: bool
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """The worker of this seat died, hung or was replaced: its memory is gone."""
+
+
+class GatewayChanged(msgspec.Struct, frozen=True):
+    """Another gateway took over: it knows nothing of this seat."""
+
+
+class StoreArenas(msgspec.Struct, frozen=True):
+    """Generations of region 0 of the worker's block arena and snapshot arena; follows its hello."""
+
+    blocks: int
+    snapshots: int
+
+
+class StoreLost(msgspec.Struct, frozen=True):
+    """The KV store is gone: it reads nothing any more."""
+
+
+@dataclass(slots=True)
+class Actions:
+    """What the shell is to do, each list in its order."""
+
+    plans: list[StepPlan] = field(default_factory=list)
+    gateway: list[BusToGateway] = field(default_factory=list)
+
+
+class Scheduler:
+    """The core. `columns` is the table in shared memory (or in any zeroed buffer)."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        seat: int,
+        incarnation: int,
+        columns: QueueTable,
+        *,
+        store_enabled: bool = False,
+    ) -> None:
+        self.config, self.seat, self.incarnation = config, seat, incarnation
+        self.table = Table(columns)
+        self.rank = Rank(self.table)
+        self.worker: WorkerHello | None = None
+        self.sequences: dict[Key, Sequence] = {}  # live ones and ended ones not yet acknowledged
+        self.flights: deque[Flight] = deque()
+        self.store: Offload | None = None
+        self.stale_results = 0  # of plans that are not under way, dropped
+        self._store_enabled = store_enabled
+        self._store_call = 1
+        self._membership = Membership(0, False)
+        self._fences: list[tuple[int, Sequence]] = []  # (plan, ended sequence that it still writes)
+        self._finished: OrderedDict[Key, Sequence] = OrderedDict()
+        self._repeats: deque[tuple[int, Sequence]] = deque()  # (due_ns, ended sequence)
+        self._ended: OrderedDict[Key, int] = OrderedDict()  # attempt
+        self._serial = 0
+        self._plan_seq = 0
+        self._tokens_seq = 0
+        self._items: list[TokensItem] = []
+        self._out: list[BusToGateway] = []
+        self._load: SeatLoad | None = None
+        self._load_ns = 0
+        self._handlers: dict[type, Callable[[Any, int], None]] = {
+            Submit: self._submit,
+            AbortSequence: self._abort,
+            Resend: self._resend,
+            FinalSeen: self._final_seen,
+            ListSequences: self._list_sequences,
+            WorkerHello: self._hello,
+            StepResult: self._result,
+            Membership: self._on_membership,
+            WorkerLost: self._worker_lost,
+            GatewayChanged: self._gateway_changed,
+            StoreArenas: self._store_arenas,
+            StoreLost: self._store_lost,
+            PutDone: self._put_done,
+        }
+
+    # ------------------------------------------------------------ events and time
+
+    def handle(self, event: object, now_ns: int) -> None:
+        """Take one event: a message of the gateway, worker or KV store, or one of this module's.
+
+        Answers and tokens come out of the next `step`. Other messages are not for a scheduler and
+        are ignored.
+        """
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            self.table.begin()
+            handler(event, now_ns)
+            self.table.end()
+
+    def step(self, now_ns: int) -> Actions:
+        """Decide, now that a batch of events is in: the next plan if it is time, and all messages."""
+        actions = Actions()
+        self.table.begin()
+        if self.store is not None:
+            self.store.expire(now_ns)
+        if self.accepting and len(self.flights) < FLIGHTS_MAX:
+            plan = self._plan(now_ns)
+            if plan is not None:
+                actions.plans.append(plan)
+        self._repeat_finals(now_ns)
+        self._flush_items()
+        self._report_load(now_ns)
+        self._write_header()
+        self.table.end()
+        actions.gateway, self._out = self._out, []
+        return actions
+
+    def store_step(self, now_ns: int) -> list[KVRequest]:
+        """Background work for the KV store, to be called while a step is under way or none is due."""
+        return list(self.store.work(now_ns)) if self.store is not None else []
+
+    @property
+    def accepting(self) -> bool:
+        return self.worker is not None and self._membership.member
+
+    @property
+    def busy(self) -> bool:
+        """A plan is under way: its result is the next thing to wait for."""
+        return bool(self.flights)
+
+    @property
+    def live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self.rank.waiting) + self.rank.num_running
+
+    def wait_ms(self, now_ns: int) -> float | None:
+        """How long nothing is due, unless an event comes. None: for ever."""
+        if self.store is not None and self.store.busy:
+            return 0.0
+        due = [ns for ns, _ in list(self._repeats)[:1]]
+        if self._load_differs():
+            due.append(self._load_ns + LOAD_PERIOD_NS)
+        return max(0.0, (min(due) - now_ns) / 1e6) if due else None
+
+    # ------------------------------------------------------------ the gateway
+
+    def _submit(self, submit: Submit, now_ns: int) -> None:
+        key = (submit.request_id, submit.index)
+        known = self.sequences.get(key)
+        if known is not None and known.attempt == submit.attempt:
+            self._say(Submitted(submit.call, self.seat, self.incarnation))
+            return
+        newest = max(known.attempt if known else -1, self._ended.get(key, -1))
+        if submit.attempt <= newest:
+            text = f"attempt {submit.attempt} is over, attempt {newest} was here since"
+            self._say(Refusal(submit.call, Code.UNKNOWN_REQUEST, text))
+            return
+        self._serial += 1
+        try:
+            sequence = admit(submit, self.worker if self.accepting else None, self.rank,
+                             self.config, self._serial, now_ns)  # fmt: skip
+        except Refused as refused:
+            self._say(Refusal(submit.call, refused.code, refused.text))
+            return
+        if known is not None:
+            self._forget(known)
+        assert self.worker is not None
+        self.sequences[key] = sequence
+        self.table.insert(sequence, self.worker.eos_token_id)
+        self._say(Submitted(submit.call, self.seat, self.incarnation))
+        ended = finished_already(sequence, self.worker.eos_token_id)
+        if ended is not None:
+            self._finish(sequence, ended, now_ns)
+            self._items.append(sequence.item(len(sequence.outputs)))
+        else:
+            self.rank.enqueue(sequence)
+
+    def _abort(self, abort: AbortSequence, now_ns: int) -> None:
+        key = (abort.request_id, abort.index)
+        known = self.sequences.get(key)
+        if known is not None and known.attempt == abort.attempt:
+            if known.finish is None:
+                self._finish(known, abort.reason, now_ns)
+                self._items.append(known.item(len(known.outputs)))
+        elif known is None or known.attempt < abort.attempt:
+            # Overtook its Submit: whatever was here is older, and what may still come has ended.
+            if known is not None:
+                self._forget(known)
+            self._remember_end(key, abort.attempt)
+        self._say(Done(abort.call))
+
+    def _resend(self, resend: Resend, now_ns: int) -> None:
+        known = self.sequences.get((resend.request_id, resend.index))
+        if known is not None and known.attempt == resend.attempt:
+            self._items.append(known.item(resend.offset))
+
+    def _final_seen(self, seen: FinalSeen, now_ns: int) -> None:
+        for request_id, index, attempt in seen.sequences:
+            known = self.sequences.get((request_id, index))
+            if known is not None and known.attempt == attempt and known.finish is not None:
+                self._forget(known)
+
+    def _list_sequences(self, asked: ListSequences, now_ns: int) -> None:
+        infos = tuple(
+            SequenceInfo(s.request_id, s.index, s.attempt, s.outputs.tobytes(), s.finish)
+            for s in self.sequences.values()
+        )
+        self._say(SequenceList(asked.call, self.seat, self.incarnation, infos))
+
+    def _gateway_changed(self, changed: GatewayChanged, now_ns: int) -> None:
+        self._load = None
+
+    def _say(self, message: BusToGateway) -> None:
+        self._out.append(message)
+
+    def _flush_items(self) -> None:
+        if self._items:
+            self._tokens_seq += 1
+            items, self._items = tuple(self._items), []
+            self._say(Tokens(self.seat, self.incarnation, self._tokens_seq, items))
+
+    # ------------------------------------------------------------ the worker
+
+    def _hello(self, hello: WorkerHello, now_ns: int) -> None:
+        self._drop_all()
+        self.worker = hello
+        self.rank.reset(hello.num_blocks, hello.num_slots)
+
+    def _worker_lost(self, lost: WorkerLost, now_ns: int) -> None:
+        self.worker = None
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        """The gateway moves the sequences; ended ones stay until it has their finals."""
+        self.rank.reset(0, 0)
+        for sequence in [s for s in self.sequences.values() if s.finish is None]:
+            del self.sequences[sequence.key]
+        self.flights.clear()
+        self._fences.clear()
+        if self.store is not None:
+            self._store_call = self.store.next_call
+            self.store = None
+
+    def _on_membership(self, membership: Membership, now_ns: int) -> None:
+        self._membership = membership
+
+    def _plan(self, now_ns: int) -> StepPlan | None:
+        decoders, rows = take_decoders(self.rank)
+        store = self.store
+        chunks = take_chunks(
+            self.rank,
+            self.config.max_num_batched_tokens - len(decoders),
+            max_num_seqs=self.config.max_num_seqs,
+            watermark=self.config.prefill_watermark,
+            cut_at=(lambda s: store.cut_at(s, now_ns)) if store is not None else (lambda s: 0),
+        )
+        if not decoders and not chunks:
+            return None
+        if store is not None:
+            for chunk in chunks:
+                store.claim(chunk, now_ns)
+        self._plan_seq += 1
+        plan, flight = make_plan(self._plan_seq, self.rank.t, decoders, rows, chunks)
+        self.flights.append(flight)
+        return plan
+
+    def _result(self, result: StepResult, now_ns: int) -> None:
+        if not self.flights or self.flights[0].seq != result.seq:
+            self.stale_results += 1
+            return
+        flight = self.flights.popleft()
+        if not result.aborted:
+            self._commit(commit(self.rank, flight, result), now_ns)
+        self._keep_states(flight, result.aborted)
+        self._open_fences(flight.seq)
+
+    def _commit(self, done: Commit, now_ns: int) -> None:
+        for sequence, reason, code, error in done.ended:
+            self._finish(sequence, reason, now_ns, code, error)
+        self._items += done.items
+        self._items += [
+            s.item(len(s.outputs)) for s, reason, _, _ in done.ended if reason == "error"
+        ]
+
+    def _keep_states(self, flight: Flight, aborted: bool) -> None:
+        if self.store is None:
+            return
+        for chunk in flight.chunks:
+            if chunk.region >= 0:
+                whole = not aborted and chunk.sequence.finish is None
+                (self.store.captured if whole else self.store.unclaim)(chunk)
+
+    def _open_fences(self, seq: int) -> None:
+        ready = [sequence for fence, sequence in self._fences if fence <= seq]
+        if ready:
+            self._fences = [pair for pair in self._fences if pair[0] > seq]
+            for sequence in ready:
+                self.rank.free(sequence)
+                self.table.remove(sequence)
+
+    # ------------------------------------------------------------ ends
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        now_ns: int,
+        code: Code | None = None,
+        error: str = "",
+    ) -> None:
+        """The one way to end. The caller sends the final."""
+        assert sequence.finish is None
+        sequence.finish, sequence.code, sequence.error = reason, code, error
+        self._release(sequence)
+        self._finished[sequence.key] = sequence
+        sequence.finished_ns = now_ns
+        self._repeats.append((now_ns + FINAL_REPEAT_NS, sequence))
+        while len(self._finished) > FINISHED_MAX:
+            self._forget(next(iter(self._finished.values())))
+
+    def _release(self, sequence: Sequence) -> None:
+        """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
+        self.rank.leave(sequence)
+        fence = max((f.seq for f in self.flights if f.holds(sequence)), default=0)
+        if fence:
+            self.rank.t.state[sequence.row] = State.ENDING
+            self._fences.append((fence, sequence))
+        else:
+            self.rank.free(sequence)
+            self.table.remove(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Without a word: its final is acknowledged, or a later attempt takes its place."""
+        if sequence.finish is None:
+            sequence.finish = "abort"
+            self._release(sequence)
+        self._finished.pop(sequence.key, None)
+        self._remember_end(sequence.key, sequence.attempt)
+        del self.sequences[sequence.key]
+
+    def _remember_end(self, key: Key, attempt: int) -> None:
+        self._ended[key] = max(attempt, self._ended.pop(key, -1))
+        if len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+
+    def _repeat_finals(self, now_ns: int) -> None:
+        for _ in range(REPEATS_PER_TURN):
+            if not self._repeats or self._repeats[0][0] > now_ns:
+                return
+            _, sequence = self._repeats.popleft()
+            if self.sequences.get(sequence.key) is not sequence:
+                continue
+            if now_ns - sequence.finished_ns > FINISHED_TTL_NS:
+                self._forget(sequence)
+                continue
+            self._items.append(sequence.item(len(sequence.outputs)))
+            self._repeats.append((now_ns + FINAL_REPEAT_NS, sequence))
+
+    # ------------------------------------------------------------ the KV store
+
+    def _store_arenas(self, arenas: StoreArenas, now_ns: int) -> None:
+        if self.worker is not None and self._store_enabled:
+            generations = arenas.blocks, arenas.snapshots
+            self.store = Offload(self.worker, self.rank.pool, generations, self._store_call)
+
+    def _store_lost(self, lost: StoreLost, now_ns: int) -> None:
+        if self.store is not None:
+            self.store.lost()
+
+    def _put_done(self, answer: PutDone, now_ns: int) -> None:
+        if self.store is not None:
+            self.store.done(answer)
+
+    # ------------------------------------------------------------ what others see
+
+    def _current_load(self) -> SeatLoad:
+        rank = self.rank
+        unused = self.store.unused() if self.store is not None else 0
+        return SeatLoad(
+            self.seat,
+            self.incarnation,
+            self.accepting,
+            len(rank.waiting),
+            rank.num_running,
+            rank.pool.free + unused,
+            rank.pool.total,
+            len(rank.free_slots),
+            rank.total_slots,
+            self.worker.worker_incarnation if self.worker is not None else 0,
+        )
+
+    def _load_differs(self) -> bool:
+        return self._load != self._current_load()
+
+    def _report_load(self, now_ns: int) -> None:
+        load, last = self._current_load(), self._load
+        if (
+            last is None
+            or load.accepting != last.accepting
+            or load.worker_incarnation != last.worker_incarnation
+        ):
+            due = True
+        else:
+            due = load != last and now_ns - self._load_ns >= LOAD_PERIOD_NS
+        if due:
+            self._load, self._load_ns = load, now_ns
+            self._say(load)
+
+    def _write_header(self) -> None:
+        load, header = self._current_load(), self.table.columns.header[0]
+        header["epoch"] = self._membership.epoch
+        header["waiting"], header["running"] = load.waiting, load.running
+        header["free_blocks"], header["total_blocks"] = load.free_blocks, load.total_blocks
+        header["free_slots"], header["total_slots"] = load.free_slots, load.total_slots
+
+    def check(self) -> None:
+        """Every invariant of the core; raises AssertionError. For tests: it looks at everything."""
+        rank = self.rank
+        fenced = [sequence for _, sequence in self._fences]
+        holding = rank.prefilling + rank.decoding + fenced
+        kept = self.store.holders() if self.store is not None else []
+        rank.pool.check([s.blocks for s in holding] + kept)
+        slots = [s.slot for s in holding] + rank.free_slots
+        assert sorted(slots) == list(range(rank.total_slots)), "a slot is lost or owned twice"
+        rows = rank.waiting + holding
+        assert {id(s) for s in rows} == {id(s) for s in self.table.by_row.values()}
+        assert len(rows) + self.table.free == self.table.columns.rows, "a row is lost"
+        assert len({id(s) for s in rows}) == len(rows), "a sequence is in two queues"
+        assert all(not s.blocks and s.slot < 0 and s.finish is None for s in rank.waiting)
+        assert all(s.finish is not None for s in fenced)
+        live = {id(s) for s in self.sequences.values() if s.finish is None}
+        assert live == {id(s) for s in rows} - {id(s) for s in fenced}
+        assert np.array_equal(
+            rank.t.blocks[[s.row for s in holding]], [len(s.blocks) for s in holding]
+        )

@@ -1,0 +1,222 @@
+"""The scheduler process of one rank: sockets, rings and clock around the core.
+
+While a step is under way it sleeps on the seat's bell in short slices and looks at its sockets in
+between; otherwise it sleeps in the poller. A worker that never answers is the supervisor's affair:
+messages are served all the same.
+"""
+
+import time
+from typing import TypeVar
+
+from phalanx.protocol.arena import Arena
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.errors import ArenaError, DecodeError
+from phalanx.protocol.limits import COMMAND_RETRY_MS
+from phalanx.protocol.link import connect_dealer, receive, send
+from phalanx.protocol.messages import (
+    BusFromGateway,
+    FromSupervisor,
+    Hello,
+    KVReply,
+    Ping,
+    PutDone,
+    Welcome,
+)
+from phalanx.protocol.queues import QueueTable, queue_arena_name, queue_bytes
+from phalanx.protocol.rundir import BUS_SOCKET, KVSTORE_SOCKET, endpoint
+from phalanx.protocol.service import Service, Socket
+from phalanx.protocol.steps import WorkerHello
+from phalanx.protocol.topology import Seat
+from phalanx.scheduler_svc.core import (
+    GatewayChanged,
+    Membership,
+    Scheduler,
+    StoreArenas,
+    WorkerLost,
+)
+from phalanx.scheduler_svc.seat import SeatLink
+
+SLICE_MS = 2.0  # longest sleep on the bell before the sockets get a look
+HELLO_WAIT_MS = 10.0  # a worker's hello rings the bell, which the poller does not hear
+PING_MS = 1_000
+MESSAGES_PER_TURN = 256
+T = TypeVar("T")
+
+
+class Shell:
+    """Performs what the core decides; decides nothing itself."""
+
+    def __init__(self, service: Service) -> None:
+        self.service, self.log = service, service.log
+        config = service.config
+        rows = 2 * config.scheduler.max_waiting + config.scheduler.max_num_seqs
+        name = queue_arena_name(config.node, service.seat, service.incarnation)
+        self.arena = Arena.create(name, queue_bytes(rows), service.name)
+        columns = QueueTable.create(self.arena.data[:], rows, service.seat, service.incarnation)
+        self.core = Scheduler(
+            config.scheduler,
+            service.seat,
+            service.incarnation,
+            columns,
+            store_enabled=config.kvstore.enabled,
+        )
+        self.seat = SeatLink(service.board, config.node, service.seat, service.incarnation)
+        identity = f"{service.name}#{service.incarnation}"
+        self.bus = connect_dealer(endpoint(service.run_dir, BUS_SOCKET), identity)
+        self.store = connect_dealer(endpoint(service.run_dir, KVSTORE_SOCKET), identity)
+        self._from_gateway = Decoder[BusFromGateway](BusFromGateway)
+        self._from_store = Decoder[KVReply](KVReply)
+        self._topology_version = -1
+        self._gateway: int | None = None
+        self._hello_due_ns = 0
+        self._member = False
+
+    def run(self) -> None:
+        self.service.ready()
+        self.service.loop(
+            {self.bus: self.on_bus, self.store: self.on_store},
+            self.turn,
+            on_supervisor=self.on_supervisor,
+        )
+        self.seat.close()
+
+    # ------------------------------------------------------------ sockets
+
+    def on_bus(self) -> None:
+        now_ns = time.monotonic_ns()
+        for message in self._decoded(self.bus, self._from_gateway):
+            if isinstance(message, Welcome):
+                self._welcomed(message, now_ns)
+            else:
+                self.core.handle(message, now_ns)
+
+    def on_store(self) -> None:
+        now_ns = time.monotonic_ns()
+        for message in self._decoded(self.store, self._from_store):
+            self.core.handle(message, now_ns)
+
+    def on_supervisor(self, message: FromSupervisor) -> None:
+        """TopologyChanged only wakes the loop, which looks at the board each turn."""
+
+    def _decoded(self, socket: Socket, decoder: Decoder[T]) -> list[T]:
+        messages: list[T] = []
+        for frame in receive(socket, MESSAGES_PER_TURN):
+            try:
+                messages.append(decoder.decode(frame))
+            except DecodeError as error:
+                self.log.error("bad message", error=str(error))
+        return messages
+
+    def _greet(self, now_ns: int) -> None:
+        """Hello until welcomed, then a Ping now and then: is it still the same gateway?"""
+        if now_ns < self._hello_due_ns:
+            return
+        service = self.service
+        if self._gateway is None:
+            hello = Hello(service.name, "scheduler", service.incarnation, service.seat)
+            send(self.bus, encode(hello))
+            self._hello_due_ns = now_ns + COMMAND_RETRY_MS * 1_000_000
+        else:
+            send(self.bus, encode(Ping(service.name)))
+            self._hello_due_ns = now_ns + PING_MS * 1_000_000
+
+    def _welcomed(self, welcome: Welcome, now_ns: int) -> None:
+        if self._gateway == welcome.gateway_incarnation:
+            return
+        if self._gateway is not None:  # another one took over, and does not know us
+            service = self.service
+            send(
+                self.bus,
+                encode(Hello(service.name, "scheduler", service.incarnation, service.seat)),
+            )
+        self._gateway = welcome.gateway_incarnation
+        self._hello_due_ns = now_ns + PING_MS * 1_000_000
+        self.core.handle(GatewayChanged(), now_ns)
+
+    # ------------------------------------------------------------ one turn
+
+    def turn(self, now_ns: int) -> float | None:
+        """One turn of the loop; returns the longest wait until the next in ms."""
+        self._watch_topology(now_ns)
+        self._greet(now_ns)
+        self._take_results(now_ns)
+        self._act(now_ns)
+        if self.core.busy:
+            self._serve_worker(now_ns)
+            return 0.0
+        due_ms = (self._hello_due_ns - now_ns) / 1e6
+        if self.seat.expects_hello:
+            due_ms = min(due_ms, HELLO_WAIT_MS)
+        if (core_ms := self.core.wait_ms(now_ns)) is not None:
+            due_ms = min(due_ms, core_ms)
+        return max(0.0, due_ms)
+
+    def _serve_worker(self, start_ns: int) -> None:
+        """Steps, for one slice of time: sleep until the result, commit it, send the next plan."""
+        bell = self.service.board.seats[self.service.seat].scheduler_bell
+        now_ns = start_ns
+        while self.core.busy and now_ns - start_ns < SLICE_MS * 1e6:
+            heard = bell.value
+            if not self._take_results(now_ns):
+                bell.wait(heard, SLICE_MS)
+                now_ns = time.monotonic_ns()
+                continue
+            now_ns = time.monotonic_ns()
+            self._act(now_ns)
+
+    def _take_results(self, now_ns: int) -> bool:
+        """Whether the worker said anything."""
+        messages = self.seat.receive()
+        for message in messages:
+            self.core.handle(message, now_ns)
+            self.service.row.advance()
+            if isinstance(message, WorkerHello):
+                self._worker_ready(message, now_ns)
+        return bool(messages)
+
+    def _worker_ready(self, hello: WorkerHello, now_ns: int) -> None:
+        self.log.info(
+            "worker is there",
+            worker_incarnation=hello.worker_incarnation,
+            blocks=hello.num_blocks,
+            slots=hello.num_slots,
+        )
+        try:
+            with (
+                Arena.attach(hello.block_arena) as blocks,
+                Arena.attach(hello.snapshot_arena) as snapshots,
+            ):
+                arenas = StoreArenas(blocks.generation(0), snapshots.generation(0))
+        except ArenaError as error:  # then this worker's prompts are not stored
+            self.log.warning("no KV store writes for this worker", error=str(error))
+            return
+        self.core.handle(arenas, now_ns)
+
+    def _act(self, now_ns: int) -> None:
+        actions = self.core.step(now_ns)
+        for plan in actions.plans:
+            self.seat.send(plan)
+        for message in actions.gateway:
+            # A full queue: tokens are asked for again, finals and loads are said again.
+            send(self.bus, encode(message))
+        for put in self.core.store_step(now_ns):
+            if not send(self.store, encode(put)):
+                self.core.handle(PutDone(put.call, False, False, "the queue is full"), now_ns)
+
+    def _watch_topology(self, now_ns: int) -> None:
+        board = self.service.board
+        if board.topology_version == self._topology_version:
+            return
+        self._topology_version = board.topology_version
+        topology = board.topology()
+        if topology is None:
+            return
+        seat = topology.seat(self.service.seat) or Seat(self.service.seat, 0, 0, "absent")
+        if self.seat.follow(seat) and self.core.worker is not None:
+            self.log.info("worker is gone", was=self.core.worker.worker_incarnation)
+            self.core.handle(WorkerLost(), now_ns)
+        self.core.handle(Membership(topology.epoch, seat.state == "member"), now_ns)
+
+
+def serve(service: Service) -> None:
+    Shell(service).run()

@@ -1,0 +1,181 @@
+"""Write-behind of finished prompts into the KV store: blocks, and the window state that goes with them.
+
+Pure, bounded in everything, and never in the way: what does not fit within the bounds is simply not
+stored. A block under copy has the store as an extra holder until the answer or a deadline. The deadline
+travels with the message: a store that comes later declines, so it never copies a block of somebody else.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from phalanx.protocol.arena import Handle
+from phalanx.protocol.kvkeys import block_keys, state_key
+from phalanx.protocol.limits import BLOCK_SIZE
+from phalanx.protocol.messages import Put, PutDone
+from phalanx.protocol.steps import WorkerHello
+from phalanx.scheduler_svc.blocks import BlockPool
+from phalanx.scheduler_svc.rank import Chunk
+from phalanx.scheduler_svc.state import Sequence
+
+PUTS_MAX = 256  # blocks under copy at once; a prompt with more than the rest is not stored
+POOL_SHARE = 4  # and at most a quarter of the pool
+JOBS_MAX = 64  # prompts whose keys are still to be computed
+KEYS_PER_TURN = 16  # a key takes about 3 us, a turn must not delay a step
+PUT_DEADLINE_MS = 5_000
+QUIET_MS = 5_000  # after a store that did not answer, nothing is stored for this long
+STORED_MAX = 65_536  # keys remembered, so that a common prefix is put once
+
+
+@dataclass(slots=True)
+class _Job:
+    """One prompt whose blocks are held but not yet put."""
+
+    prompt: bytes  # int32 ids up to the end of the last full block
+    blocks: list[int]
+    region: int  # of the snapshot arena, -1: none
+
+
+@dataclass(slots=True)
+class _Pin:
+    block: int  # -1: the pin is on a snapshot region
+    region: int
+    key: bytes
+    deadline_ns: int
+
+
+class Offload:
+    """One per worker incarnation; `pool` is that worker's."""
+
+    def __init__(
+        self, hello: WorkerHello, pool: BlockPool, generations: tuple[int, int], first_call: int
+    ) -> None:
+        self._hello, self._pool = hello, pool
+        self._block_generation, self._state_generation = generations
+        self._regions = list(range(hello.num_snapshots - 1, -1, -1))
+        self._jobs: deque[_Job] = deque()
+        self._pins: dict[int, _Pin] = {}
+        self._held = 0  # blocks in jobs and pins
+        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._quiet_until_ns = 0
+        self.next_call = first_call
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._jobs)
+
+    def cut_at(self, sequence: Sequence, now_ns: int) -> int:
+        """Where a chunk of a fresh prompt must end so that its window state can be kept; 0: nowhere."""
+        if sequence.outputs or now_ns < self._quiet_until_ns or not self._regions:
+            return 0
+        return sequence.num_prompt // BLOCK_SIZE * BLOCK_SIZE
+
+    def claim(self, chunk: Chunk, now_ns: int) -> None:
+        """Give the chunk that ends at the boundary a region for the state, if there is one."""
+        boundary = self.cut_at(chunk.sequence, now_ns)
+        if boundary and chunk.end == boundary:
+            chunk.region = self._regions.pop()
+
+    def unclaim(self, chunk: Chunk) -> None:
+        """The step of this chunk was abandoned, or its sequence ended."""
+        if chunk.region >= 0:
+            self._regions.append(chunk.region)
+            chunk.region = -1
+
+    def captured(self, chunk: Chunk) -> None:
+        """The chunk is done, its region holds the state: store both, if that is within the bounds."""
+        blocks = chunk.sequence.blocks[: chunk.end // BLOCK_SIZE]
+        limit = min(PUTS_MAX, self._pool.total // POOL_SHARE)
+        if len(self._jobs) >= JOBS_MAX or self._held + len(blocks) > limit:
+            self.unclaim(chunk)
+            return
+        self._pool.retain(blocks)
+        self._held += len(blocks)
+        self._jobs.append(_Job(chunk.sequence.prompt[: 4 * chunk.end], blocks, chunk.region))
+
+    def work(self, now_ns: int) -> list[Put]:
+        """Compute some keys and give the puts to send: called while the worker is busy."""
+        puts: list[Put] = []
+        budget = KEYS_PER_TURN
+        while self._jobs and budget > 0:
+            job = self._jobs.popleft()
+            budget -= len(job.blocks)
+            puts += self._puts(job, now_ns + PUT_DEADLINE_MS * 1_000_000)
+        return puts
+
+    def _puts(self, job: _Job, deadline_ns: int) -> list[Put]:
+        tokens = memoryview(job.prompt).cast("i")
+        fingerprint = self._hello.fingerprint.encode()
+        puts: list[Put] = []
+        key = b""
+        for key, block in zip(block_keys(fingerprint, b"", tokens), job.blocks, strict=True):
+            if key in self._stored:
+                self._let_go(block)
+            else:
+                puts.append(self._put(_Pin(block, -1, key, deadline_ns)))
+        state = _Pin(-1, job.region, state_key(key), deadline_ns)
+        if state.key in self._stored:
+            self._regions.append(job.region)
+        else:
+            puts.append(self._put(state))
+        return puts
+
+    def _put(self, pin: _Pin) -> Put:
+        call = self.next_call
+        self.next_call += 1
+        self._pins[call] = pin
+        hello = self._hello
+        if pin.block >= 0:
+            at, size = pin.block * hello.block_bytes, hello.block_bytes
+            handle = Handle(hello.block_arena, at, size, (size,), "u1", 0, self._block_generation)
+            return Put(call, pin.key, "block", handle, deadline_ns=pin.deadline_ns)
+        at, size = pin.region * hello.slot_bytes, hello.slot_bytes
+        handle = Handle(hello.snapshot_arena, at, size, (size,), "u1", 0, self._state_generation)
+        return Put(call, pin.key, "state", handle, deadline_ns=pin.deadline_ns)
+
+    def done(self, answer: PutDone) -> None:
+        pin = self._pins.pop(answer.call, None)
+        if pin is None:
+            return  # its deadline passed, or it is of an earlier worker
+        self._unpin(pin)
+        if answer.stored:
+            self._stored[pin.key] = None
+            if len(self._stored) > STORED_MAX:
+                self._stored.popitem(last=False)
+
+    def lost(self) -> None:
+        """The store is gone or takes nothing: nobody reads any more."""
+        pins, self._pins = self._pins, {}
+        for pin in pins.values():
+            self._unpin(pin)
+
+    def expire(self, now_ns: int) -> None:
+        if self._pins and next(iter(self._pins.values())).deadline_ns < now_ns:
+            late = [call for call, pin in self._pins.items() if pin.deadline_ns < now_ns]
+            for call in late:
+                self._unpin(self._pins.pop(call))
+            self._quiet_until_ns = now_ns + QUIET_MS * 1_000_000
+
+    def _unpin(self, pin: _Pin) -> None:
+        if pin.block >= 0:
+            self._let_go(pin.block)
+        else:
+            self._regions.append(pin.region)
+
+    def _let_go(self, block: int) -> None:
+        self._pool.release([block])
+        self._held -= 1
+
+    def holders(self) -> list[list[int]]:
+        """Blocks held for the store, for the pool's check and for counting the unused ones."""
+        pinned = [[pin.block] for pin in self._pins.values() if pin.block >= 0]
+        return [job.blocks for job in self._jobs] + pinned
+
+    def unused(self) -> int:
+        """Blocks that only the store still holds: whoever counts free blocks counts them."""
+        if not self._held:
+            return 0
+        held: dict[int, int] = {}
+        for blocks in self.holders():
+            for block in blocks:
+                held[block] = held.get(block, 0) + 1
+        return sum(self._pool.refs(block) == count for block, count in held.items())

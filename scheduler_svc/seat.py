@@ -1,0 +1,66 @@
+"""The two rings to the worker of one seat, made anew for each worker incarnation."""
+
+from phalanx.protocol.board import Board
+from phalanx.protocol.steps import Link, StepPlan, ToScheduler, WorkerHello
+from phalanx.protocol.topology import Seat
+
+
+class SeatLink:
+    """Keeps `board.seats[seat].link` on a link that only the present worker and we use."""
+
+    def __init__(self, board: Board, node: str, seat: int, incarnation: int) -> None:
+        self._board, self._node, self._seat, self._incarnation = board, node, seat, incarnation
+        self._row = board.seats[seat]
+        self._number = 0
+        self._worker = 0  # incarnation as the topology has it, 0: none seen yet
+        self._hello: WorkerHello | None = None  # came before the topology knew its sender
+        self._greeted = False
+        self._gone = False
+        self._open()
+
+    def _open(self) -> None:
+        self._number += 1
+        self._greeted, self._hello = False, None
+        link = (self._incarnation << 32) | self._number
+        self._link = Link.create(self._node, self._seat, link, self._row)
+        self._row.link = link
+        self._row.bell.ring()
+
+    def follow(self, seat: Seat) -> bool:
+        """Take the topology's word for who the worker is. True: the one that we had is gone."""
+        before, self._worker = self._worker, seat.worker_incarnation
+        was_gone, self._gone = self._gone, seat.state in ("lost", "absent")
+        if before not in (0, self._worker):
+            self._link.close()
+            self._open()
+            return True
+        return self._gone and not was_gone
+
+    @property
+    def expects_hello(self) -> bool:
+        return not self._greeted
+
+    def receive(self) -> list[ToScheduler]:
+        """What the present worker has said. Nothing before its hello, nothing of another worker."""
+        messages: list[ToScheduler] = []
+        while (message := self._link.next_result()) is not None:
+            if isinstance(message, WorkerHello):
+                self._hello, self._greeted = message, False
+            elif self._greeted:
+                messages.append(message)
+        if self._hello is not None and self._is_present(self._hello):
+            messages.append(self._hello)
+            self._hello, self._greeted = None, True
+        return messages
+
+    def _is_present(self, hello: WorkerHello) -> bool:
+        return hello.worker_incarnation == self._worker and not self._gone
+
+    def send(self, plan: StepPlan) -> None:
+        self._link.send_plan(plan)
+
+    def positions(self) -> dict[str, tuple[int, int]]:
+        return self._link.positions()
+
+    def close(self) -> None:
+        self._link.close()
