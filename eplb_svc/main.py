@@ -1,0 +1,65 @@
+"""The eplb process: receives expert counts, plans placements, answers `phalanx eplb show`."""
+
+import msgspec
+
+from phalanx.eplb_svc.core import EplbCore
+from phalanx.protocol.codec import Decoder, call_of, encode
+from phalanx.protocol.errors import Code, DecodeError
+from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
+from phalanx.protocol.link import bind_router, receive_from, send_to
+from phalanx.protocol.messages import EplbRequest, Error, ExpertCounts, PlanReply, PlanShow
+from phalanx.protocol.rundir import EPLB_SOCKET, endpoint
+from phalanx.protocol.service import Service
+
+_MESSAGES_PER_TURN = 64
+
+
+def serve(service: Service) -> None:
+    """Bind, say so, and plan until told to stop."""
+    socket = bind_router(endpoint(service.run_dir, EPLB_SOCKET), BUS_MESSAGE_BYTES_MAX)
+    decoder = Decoder[EplbRequest](EplbRequest)
+    core = EplbCore()
+    seen_version = 0
+    now = 0
+
+    def on_messages() -> None:
+        for identity, frame in receive_from(socket, _MESSAGES_PER_TURN):
+            try:
+                message = decoder.decode(frame)
+            except DecodeError as error:
+                refusal = Error(call_of(frame), Code.BAD_REQUEST, str(error))
+                send_to(socket, identity, encode(refusal))
+                continue
+            if isinstance(message, ExpertCounts):
+                if problem := core.on_counts(message):
+                    service.log.warning("counts dropped", seat=message.seat, reason=problem)
+            else:
+                send_to(socket, identity, encode(_answer(core, message, now)))
+
+    def tick(now_ns: int) -> float | None:
+        nonlocal seen_version, now
+        now = now_ns
+        if service.board.topology_version != seen_version:
+            seen_version = service.board.topology_version
+            if (topology := service.board.topology()) is not None:
+                core.on_topology(topology)
+        if core.tick(now_ns):
+            worst = max(core.balances, key=lambda balance: balance.moe_lb)
+            service.log.info("planned", worst_layer=worst.layer, moe_lb=round(worst.moe_lb, 3))
+        return None
+
+    service.ready()
+    service.loop({socket: on_messages}, tick)
+    socket.close()
+
+
+def _answer(core: EplbCore, question: PlanShow, now_ns: int) -> PlanReply:
+    placement = b"" if core.placement is None else msgspec.msgpack.encode(core.placement)
+    return PlanReply(
+        call=question.call,
+        layers=core.balances,
+        plan_age_s=core.plan_age_s(now_ns),
+        applied=core.applied,
+        refused=core.refused,
+        placement=placement,
+    )
