@@ -1,6 +1,6 @@
 """The random-tiny model: a whole V4.1 network of 2 million weights, made on demand and kept.
 
-Finding it needs no torch; building it does (about two seconds, once per version and tokenizer).
+Finding it needs no torch; building it does (about two seconds, once per version of the code and of the tokenizer).
 As a command it prints the model's directory: `python -m phalanx.worker_svc.model.random_tiny`.
 """
 
@@ -18,7 +18,6 @@ from phalanx.worker_svc.model.config import ModelConfig, engram_table_rows
 from phalanx.worker_svc.model.shards import INDEX_NAME, CheckpointError
 from phalanx.worker_svc.model.token_map import engram_token_map
 
-VERSION: Final = 1  # raise it with every change of the weights or of the configuration
 SEED: Final = 20261129
 TOKENIZER_DIR: Final = Path(__file__).parents[2] / "services" / "tokenizer"
 EMBEDDED: Final = ("tiny", "random-tiny")
@@ -46,7 +45,7 @@ def ensure_random_tiny() -> Path:
 
     Several processes may call this at once: each builds aside, the first to finish is kept.
     """
-    target = cache_dir() / f"random-tiny-v{VERSION}-{_digest()}"
+    target = cache_dir() / f"random-tiny-{_digest()}"
     if _is_complete(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -178,24 +177,33 @@ _SHAPE: Final[dict[str, object]] = {
 
 
 def _speakable(tokenizer: Path) -> list[bool]:
-    """Which tokens the model may say: whole text, and the end of the sequence; nothing special."""
+    """Which tokens the model may say: whole visible text, and the end of the sequence."""
     from tokenizers import Tokenizer
 
     special = json.loads((TOKENIZER_DIR / "special_ids.json").read_bytes())
     parsed = Tokenizer.from_file(str(tokenizer))
-    spoken = [
-        "\ufffd" not in parsed.decode([token], skip_special_tokens=False)
-        for token in range(special["vocab_size"])
+    texts = [
+        parsed.decode([token], skip_special_tokens=False) for token in range(special["vocab_size"])
     ]
+    spoken = [_is_visible(text) for text in texts]
     for token in special["tokens"].values():
         spoken[token] = token == special["eos_token_id"]
     return spoken
 
 
+def _is_visible(text: str) -> bool:
+    """Whole characters (half of one decodes to U+FFFD), and none that moves a terminal's cursor."""
+    return "\ufffd" not in text and text.replace("\n", "").replace("\t", "").isprintable()
+
+
 def _digest() -> str:
+    """What the model is made from: the tokenizer, and the code that makes it (its version)."""
+    here = Path(__file__)
+    quantizers = here.parents[2] / "kernels" / "reference" / "quant.py"
+    code = (here, here.with_name("random_weights.py"), here.with_name("writer.py"), quantizers)
     content = hashlib.sha256()
-    for name in ("tokenizer.json", "special_ids.json"):
-        content.update((TOKENIZER_DIR / name).read_bytes())
+    for file in (*code, TOKENIZER_DIR / "tokenizer.json", TOKENIZER_DIR / "special_ids.json"):
+        content.update(file.read_bytes())
     return content.hexdigest()[:16]
 
 

@@ -33,10 +33,10 @@ _GAINS: Final = {
     "wq_b": 2.5,
     "wkv": 1.8,
     "wo_a": 1.6,
-    "wo_b": 0.03,
+    "wo_b": 0.08,
     "w1": 1.5,
     "w3": 1.5,
-    "w2": 0.03,
+    "w2": 0.06,
     "wgate": 40.0,  # its input is as small as attn_norm makes it
     "main_proj": 1.0,
     "proj": 1.0,
