@@ -34,6 +34,25 @@ def connect_dealer(endpoint: str, identity: str = "") -> "zmq.Socket[bytes]":
     return socket
 
 
+def thread_pair(name: str) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+    """Two connected sockets within this process: a thread sends on one to wake a loop that polls the
+    other. Each end belongs to one thread; `name` is unique within the process."""
+    here, there = _context.socket(zmq.PAIR), _context.socket(zmq.PAIR)
+    for socket in (here, there):
+        _common(socket)
+    here.bind(f"inproc://{name}")
+    there.connect(f"inproc://{name}")
+    return here, there
+
+
+def close_all(sockets: "list[zmq.Socket[bytes]]", linger_ms: int) -> None:
+    """The last thing a process does with its sockets, all of them: waits until what was sent has left,
+    at most `linger_ms`. Without this, the process may end before its last messages do."""
+    for socket in sockets:
+        socket.close(linger=linger_ms)
+    _context.term()
+
+
 def _common(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SOCKET_HWM)

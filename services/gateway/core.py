@@ -1,0 +1,686 @@
+"""The gateway's decisions: who is served, what is remembered, what everyone is told. Pure.
+
+Events come in (messages with their sender, commits of the journal, topology, time); messages for the
+bus and operations for the journal are taken out, and clients are fed through a `send` that says
+whether they took it. A request's life: Generate -> checked -> (tokenized) -> journalled -> Accepted
+-> placed on a rank -> tokens -> text -> deltas -> one Final a sequence -> kept for re-attachment ->
+forgotten. `docs/gateway.md` tells the story with its reasons.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import (
+    Abort,
+    Accepted,
+    Attach,
+    BusFromGateway,
+    BusToGateway,
+    ClientMessage,
+    Decoded,
+    Done,
+    Encoded,
+    EncodeFailed,
+    Error,
+    Generate,
+    Health,
+    HealthReply,
+    HealthUpdate,
+    Hello,
+    Ping,
+    Refusal,
+    SeatLoad,
+    SequenceList,
+    Stats,
+    StatsReply,
+    Submitted,
+    Tokens,
+    Welcome,
+)
+from phalanx.protocol.topology import Topology
+from phalanx.services.gateway.delivery import Delivery, Send
+from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.model import ModelLimits
+from phalanx.services.gateway.placement import Placement, Seat, ids_of
+from phalanx.services.gateway.streams import End, Request, Stream
+from phalanx.services.gateway.texts import EncodeJob, Texts
+from phalanx.services.gateway.validate import check, resolve
+
+MS = 1_000_000
+TICK_NS = 100 * MS  # how often timers are looked at
+RECOVER_NS = (
+    3_000 * MS
+)  # how long a restarted gateway waits for the schedulers to say what they run
+PROBE_NS = 100 * MS  # how often busy tokenizers are checked for being there at all
+KEEP_NS = 60_000 * MS  # a request stays for re-attachment for this long after its delivery
+KEPT_MAX = 16_384  # finished requests; beyond, the oldest are forgotten
+KEPT_TOKENS_MAX = 16 << 20
+RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients
+ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: ModelLimits
+    incarnation: int
+    max_open_requests: int
+    default_max_tokens: int
+    keep_undelivered_s: int  # as the journal
+    seat_capacity: int  # sequences given to one rank at a time; the rest waits here
+    draw: Callable[[int], int]  # random bits
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that is not accepted yet."""
+
+    number: int
+    client: bytes
+    message: Generate
+    digest: bytes
+    entry: Entry | None = None  # once it is on its way to the journal
+
+
+class Core:
+    """See the module. Every `on_...` takes one event; after a batch of them, call `turn`."""
+
+    def __init__(self, settings: Settings, recovered: Sequence[Recovered], now_ns: int) -> None:
+        self._settings = settings
+        self._model = settings.model
+        self._bus: list[tuple[bytes, BusFromGateway]] = []
+        self._ops: list[Op] = []
+        self._num_ops = 0  # handed out so far
+        self._durable: deque[tuple[int, Pending | Request]] = deque()  # waiting for an op's commit
+        self._texts = Texts(self._to_bus)
+        self._placement = Placement(
+            self._to_bus,
+            seat_capacity=settings.seat_capacity,
+            first_attempt=settings.incarnation * ATTEMPTS_PER_LIFE,
+            eos_token_id=settings.model.eos_token_id,
+        )
+        self._delivery = Delivery()
+        self._requests: dict[str, Request] = {}
+        self._pending: dict[int, Pending] = {}
+        self._by_key: dict[str, Pending | Request] = {}
+        self._by_call: dict[tuple[bytes, int], Pending] = {}
+        self._kept: dict[str, Request] = {}  # finished, oldest first
+        self._kept_tokens = 0
+        self._open_sequences = 0
+        self._abort_dones: dict[str, list[tuple[bytes, int]]] = {}
+        self._hellos: dict[str, tuple[bytes, Hello]] = {}
+        self._recovering: dict[int, Stream] = {}  # not yet known whether a scheduler runs them
+        self._recover_by_ns = now_ns + RECOVER_NS
+        self._fingerprint = ""
+        self._epoch = 0
+        self._health = HealthUpdate(False, 0, ("the node is starting",))
+        self._draining = False
+        self._next_number = 1
+        self._tick_at_ns = self._probe_at_ns = now_ns
+        self._accepted = self._refused = 0
+        self._finished: dict[str, int] = {}
+        for one in recovered:
+            self._recover(one, now_ns)
+
+    # ------------------------------------------------------------ what comes out
+
+    def turn(self, now_ns: int) -> None:
+        """Once after each batch of events: timers, then everything that goes out in batches."""
+        if now_ns >= self._tick_at_ns:
+            self._tick_at_ns = now_ns + TICK_NS
+            self._tick(now_ns)
+        if self._recovering:
+            self._end_recovery(now_ns)
+        self._placement.dispatch(now_ns)
+        for stream in self._placement.take_ended():
+            self._texts.decode(stream)
+        self._texts.dispatch(now_ns)
+        self._give_up_jobs(now_ns)
+
+    def take_bus(self) -> list[tuple[bytes, BusFromGateway]]:
+        """Messages for services; report those that cannot be sent with `on_unroutable`."""
+        taken, self._bus[:] = self._bus[:], []
+        return taken
+
+    def take_ops(self) -> tuple[int, list[Op]]:
+        """Changes for the journal and the number of the last one, to be told to `on_journal`."""
+        taken, self._ops = self._ops, []
+        return self._num_ops, taken
+
+    def deliver(self, send: Send, now_ns: int) -> None:
+        """Feed the clients with whatever they take."""
+        for request in self._delivery.deliver(send, now_ns):
+            if request.delivered_ns is None:
+                request.delivered_ns = now_ns
+
+    def wait_ns(self, now_ns: int) -> int:
+        """How long the next `turn` may be away, as long as no event comes."""
+        again_ns = self._delivery.next_ns()
+        due_ns = self._tick_at_ns if again_ns is None else min(self._tick_at_ns, again_ns)
+        return max(0, due_ns - now_ns)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is open and everything that can be told was told."""
+        return self._open_sequences == 0 and not self._durable and self._delivery.idle
+
+    # ------------------------------------------------------------ clients
+
+    def on_client(self, client: bytes, message: ClientMessage, now_ns: int) -> None:
+        match message:
+            case Generate():
+                self._on_generate(client, message, now_ns)
+            case Abort():
+                self._on_abort(client, message, now_ns)
+            case Attach():
+                self._on_attach(client, message, now_ns)
+            case Stats():
+                self._delivery.reply(client, self._stats(message.call))
+            case Health():
+                self._delivery.reply(client, self._health_reply(message.call))
+
+    def on_bad_frame(self, client: bytes, call: int, text: str) -> None:
+        """Bytes that are no message: one error, and nothing else happens."""
+        self._error(client, call, Refused(Code.BAD_REQUEST, text))
+
+    def _on_generate(self, client: bytes, message: Generate, now_ns: int) -> None:
+        try:
+            check(message, self._model)
+            digest = _digest(message)
+            if self._is_repeated(client, message, digest):
+                return
+            self._admit(message)
+        except Refused as refused:
+            self._error(client, message.call, refused)
+            return
+        number = self._next_number
+        self._next_number += message.n
+        pending = Pending(number, client, message, digest)
+        self._pending[number] = pending
+        self._by_call[client, message.call] = pending
+        if message.key:
+            self._by_key[message.key] = pending
+        self._open_sequences += message.n
+        if message.prompt_token_ids is not None:
+            self._journal(pending, message.prompt_token_ids)
+        else:
+            self._texts.encode(EncodeJob(number, message.prompt, message.messages))
+
+    def _admit(self, message: Generate) -> None:
+        if self._draining:
+            raise Refused(Code.SHUTDOWN, "the node is shutting down and takes no new requests")
+        most = self._settings.max_open_requests
+        if self._open_sequences + message.n > most:
+            raise Refused(
+                Code.OVERLOADED,
+                f"{self._open_sequences} sequences are open and this request adds {message.n}, the"
+                f" limit is {most}; try again in {RETRY_AFTER_MS} ms",
+                RETRY_AFTER_MS,
+            )
+
+    def _is_repeated(self, client: bytes, message: Generate, digest: bytes) -> bool:
+        """Whether this asks again for what is already known. Raises Refused for a key used twice."""
+        known = self._by_key.get(message.key) if message.key else None
+        if known is None:
+            known = self._by_call.get((client, message.call))
+            if known is not None and known.digest != digest:
+                known = None
+        if known is None:
+            return False
+        if isinstance(known, Request):
+            if known.entry.digest != digest:
+                raise _key_reused(message.key)
+            self._attach(known, client, message.call, ())
+            return True
+        if known.digest != digest:
+            raise _key_reused(message.key)
+        del self._by_call[known.client, known.message.call]
+        known.client, known.message = client, message
+        self._by_call[client, message.call] = known
+        return True
+
+    def _journal(self, pending: Pending, prompt_ids: Sequence[int]) -> None:
+        """The prompt's ids are known: judge the rest and hand the request to the journal."""
+        message, settings = pending.message, self._settings
+        try:
+            sampling = resolve(
+                message.sampling,
+                prompt_ids,
+                self._model,
+                pool_tokens=self._placement.pool_tokens(),
+                default_max_tokens=settings.default_max_tokens,
+                seed=settings.draw(53),
+            )
+        except Refused as refused:
+            self._refuse(pending, refused)
+            return
+        pending.entry = Entry(
+            request_id=f"{settings.draw(128):032x}",
+            prompt=array("i", prompt_ids).tobytes(),
+            sampling=sampling,
+            n=message.n,
+            stream=message.stream,
+            key=message.key,
+            digest=pending.digest,
+            model=self._model.name,
+            fingerprint=self._fingerprint,
+        )
+        self._op(Accept(pending.entry), pending)
+
+    def _refuse(self, pending: Pending, refused: Refused) -> None:
+        self._drop_pending(pending)
+        self._open_sequences -= pending.message.n
+        if self._by_key.get(pending.message.key) is pending:
+            del self._by_key[pending.message.key]
+        self._error(pending.client, pending.message.call, refused)
+
+    def _drop_pending(self, pending: Pending) -> None:
+        del self._pending[pending.number]
+        self._by_call.pop((pending.client, pending.message.call), None)
+
+    def _accept(self, pending: Pending) -> None:
+        """The journal has it: from here on it ends with one Final a sequence, whatever happens."""
+        assert pending.entry is not None
+        self._drop_pending(pending)
+        request = Request(pending.entry, pending.number)
+        self._requests[request.request_id] = request
+        if request.entry.key:
+            self._by_key[request.entry.key] = request
+        self._accepted += 1
+        self._attach(request, pending.client, pending.message.call, ())
+        for stream in request.streams:
+            self._placement.enqueue(stream)
+
+    def _attach(self, request: Request, client: bytes, call: int, offsets: Sequence[int]) -> None:
+        seed = request.entry.sampling.seed
+        assert seed is not None
+        entry = request.entry
+        accepted = Accepted(call, entry.request_id, seed, entry.prompt_tokens, entry.n)
+        self._delivery.reply(client, accepted)
+        request.attach(client, offsets)
+        self._revive(request)
+        self._delivery.offer(request)
+
+    def _on_attach(self, client: bytes, message: Attach, now_ns: int) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            self._error(client, message.call, _unknown(message.request_id))
+        elif len(message.offsets) > request.entry.n or any(at < 0 for at in message.offsets):
+            text = f"offsets are {message.offsets}; the request has {request.entry.n} sequences"
+            self._error(client, message.call, Refused(Code.BAD_REQUEST, text))
+        else:
+            self._attach(request, client, message.call, message.offsets)
+
+    def _on_abort(self, client: bytes, message: Abort, now_ns: int) -> None:
+        request = self._requests.get(message.request_id)
+        if request is None:
+            self._error(client, message.call, _unknown(message.request_id))
+            return
+        if request.finished and not request.held:
+            self._delivery.reply(client, Done(message.call))
+            return
+        self._abort_dones.setdefault(request.request_id, []).append((client, message.call))
+        self._abort_request(request, End("abort"), now_ns)
+
+    def _abort_request(self, request: Request, end: End, now_ns: int) -> None:
+        """End what is open. Clients hear of it once the journal has it: it never comes back to life."""
+        ended = [stream for stream in request.streams if stream.final is None]
+        for stream in ended:
+            stream.finish(end, _reached(request, stream))
+            self._placement.release(stream, "abort")
+            self._ended(stream, now_ns)
+        if ended:
+            request.held = True
+            self._durable.append((self._num_ops, request))
+
+    def _stats(self, call: int) -> StatsReply:
+        return StatsReply(
+            call,
+            self._settings.incarnation,
+            len(self._pending) + len(self._requests) - len(self._kept),
+            self._accepted,
+            self._refused,
+            dict(self._finished),
+            self._placement.loads(),
+        )
+
+    def _health_reply(self, call: int) -> HealthReply:
+        health = self._health
+        healthy = health.healthy and not self._draining
+        reasons = health.reasons + (("the node is shutting down",) if self._draining else ())
+        return HealthReply(
+            call, healthy, self._settings.incarnation, self._epoch, self._model.name, reasons
+        )
+
+    def _error(self, client: bytes, call: int, refused: Refused) -> None:
+        self._refused += 1
+        error = Error(call, refused.code, refused.text, refused.retry_after_ms)
+        self._delivery.reply(client, error)
+
+    # ------------------------------------------------------------ services
+
+    def on_bus(self, peer: bytes, message: BusToGateway, now_ns: int) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(peer, message, now_ns)
+            return
+        if not self._known(peer, now_ns) or isinstance(message, Ping):
+            # A stranger learns from this that there is a new gateway, and introduces itself.
+            self._to_bus(peer, Welcome(self._settings.incarnation))
+        match message:
+            case Encoded() | EncodeFailed():
+                self._on_encoded(peer, message)
+            case Decoded():
+                for stream, item, flush in self._texts.on_decoded(peer, message):
+                    if stream.final is None:
+                        stream.show(item, flush)
+                        self._shown(stream, now_ns)
+            case Submitted():
+                self._placement.on_submitted(peer, message, now_ns)
+            case Refusal():
+                hopeless = self._placement.on_refusal(peer, message, now_ns)
+                if hopeless is not None:
+                    self._fail(*hopeless, now_ns)
+            case Done():
+                self._placement.on_done(peer, message.call)
+            case Tokens():
+                for stream in self._placement.on_tokens(peer, message, self._find, now_ns):
+                    self._produced(stream)
+            case SequenceList():
+                self._on_list(peer, message, now_ns)
+            case SeatLoad():
+                self._placement.on_load(peer, message)
+
+    def on_unroutable(self, peer: bytes, message: BusFromGateway, now_ns: int) -> None:
+        """The message could not be sent: its receiver is gone."""
+        # Commands to schedulers are repeated anyway, and the topology tells when one is gone.
+        self._texts.lost(peer)
+
+    def on_topology(self, topology: Topology, now_ns: int) -> None:
+        self._epoch = max(self._epoch, topology.epoch)
+        if topology.fingerprint and topology.fingerprint != self._fingerprint:
+            self._fingerprint = topology.fingerprint
+            self._op(Stamp(topology.fingerprint))
+        self._placement.on_topology(topology)
+
+    def on_health(self, update: HealthUpdate) -> None:
+        self._health = update
+        self._epoch = max(self._epoch, update.epoch)
+
+    def _on_hello(self, peer: bytes, hello: Hello, now_ns: int) -> None:
+        self._to_bus(peer, Welcome(self._settings.incarnation))
+        known = self._hellos.get(hello.name)
+        if known is not None and known[1].incarnation > hello.incarnation:
+            return
+        self._hellos[hello.name] = (peer, hello)
+        self._introduce(peer, hello, now_ns)
+
+    def _introduce(self, peer: bytes, hello: Hello, now_ns: int) -> None:
+        if hello.kind == "tokenizer":
+            self._texts.hello(peer, hello.name, hello.incarnation)
+        else:
+            self._placement.hello(peer, hello.seat, hello.incarnation, now_ns)
+
+    def _known(self, peer: bytes, now_ns: int) -> bool:
+        if self._texts.knows(peer) or self._placement.seat_of(peer) is not None:
+            return True
+        # It was thought lost, and is here: as good as a Hello.
+        for known, hello in self._hellos.values():
+            if known == peer:
+                self._introduce(peer, hello, now_ns)
+                return True
+        return False
+
+    def _on_encoded(self, peer: bytes, message: Encoded | EncodeFailed) -> None:
+        job = self._texts.on_encoded(peer, message)
+        pending = self._pending.get(job.key) if job is not None else None
+        if pending is None:
+            return
+        if isinstance(message, EncodeFailed):
+            self._refuse(pending, Refused(message.code, message.message))
+        else:
+            self._journal(pending, ids_of(message.token_ids))
+
+    def _on_list(self, peer: bytes, message: SequenceList, now_ns: int) -> None:
+        adopted = self._placement.on_list(
+            peer, message, self._find, lambda stream: stream.number in self._recovering, now_ns
+        )
+        for stream in adopted:
+            del self._recovering[stream.number]
+            self._produced(stream)
+
+    def _find(self, request_id: str, index: int) -> Stream | None:
+        request = self._requests.get(request_id)
+        if request is None or not 0 <= index < request.entry.n:
+            return None
+        return request.streams[index]
+
+    # ------------------------------------------------------------ streams
+
+    def _produced(self, stream: Stream) -> None:
+        self._texts.decode(stream)
+
+    def _shown(self, stream: Stream, now_ns: int) -> None:
+        """The stream has new text, or its end."""
+        if stream.final is not None:
+            # A scheduler that has not ended it by itself is told to: it was a stop string.
+            self._placement.release(stream, None if stream.end is not None else "stop")
+            self._ended(stream, now_ns)
+        else:
+            self._texts.decode(stream)
+        self._delivery.offer(self._requests[stream.request_id])
+
+    def _fail(self, stream: Stream, end: End, now_ns: int) -> None:
+        """The stream ends with an error at what was shown of it."""
+        request = self._requests[stream.request_id]
+        stream.finish(end, max(len(stream.shown), _reached(request, stream)))
+        self._placement.release(stream, "abort")
+        self._ended(stream, now_ns)
+        self._delivery.offer(request)
+
+    def _ended(self, stream: Stream, now_ns: int) -> None:
+        assert stream.final is not None
+        self._recovering.pop(stream.number, None)
+        request = self._requests[stream.request_id]
+        if stream.final is not stream.recorded:
+            self._op(Finish(stream.final))
+        if stream.recorded is None:
+            reason = stream.final.finish_reason
+            self._finished[reason] = self._finished.get(reason, 0) + 1
+            self._open_sequences -= 1
+        if request.finished and request.finished_ns is None:
+            self._keep(request, now_ns)
+
+    # ------------------------------------------------------------ finished requests
+
+    def _keep(self, request: Request, now_ns: int) -> None:
+        request.finished_ns = now_ns
+        self._kept[request.request_id] = request
+        request.kept_tokens = request.num_tokens
+        self._kept_tokens += request.kept_tokens
+        while len(self._kept) > KEPT_MAX or (
+            self._kept_tokens > KEPT_TOKENS_MAX and len(self._kept) > 1
+        ):
+            self._forget(next(iter(self._kept.values())))
+
+    def _forget(self, request: Request) -> None:
+        del self._kept[request.request_id]
+        self._kept_tokens -= request.kept_tokens
+        del self._requests[request.request_id]
+        if self._by_key.get(request.entry.key) is request:
+            del self._by_key[request.entry.key]
+        for stream in request.streams:
+            self._placement.release(stream, "abort")
+        self._op(Forget(request.request_id))
+
+    def _revive(self, request: Request) -> None:
+        """Produce again what a reader still wants of sequences that ended in an earlier life."""
+        view = request.view
+        assert view is not None
+        for stream, cursor in zip(request.streams, view.cursors, strict=True):
+            final = stream.final
+            if final is None or not stream.hollow or cursor >= final.offset:
+                continue
+            stream.recorded, stream.final = final, None
+            stream.clear()
+            stream.sampling = msgspec.structs.replace(stream.sampling, max_tokens=final.offset)
+            self._placement.enqueue(stream, priority=1)
+
+    # ------------------------------------------------------------ journal
+
+    def _op(self, op: Op, waiter: Pending | Request | None = None) -> None:
+        self._num_ops += 1
+        self._ops.append(op)
+        if waiter is not None:
+            self._durable.append((self._num_ops, waiter))
+
+    def on_journal(self, done: int, failure: str, now_ns: int) -> None:
+        """The operations up to number `done` are durable, or could not be made so."""
+        while self._durable and self._durable[0][0] <= done:
+            _, waiter = self._durable.popleft()
+            if isinstance(waiter, Request):
+                self._tell_abort(waiter)
+            elif failure:
+                text = f"the journal cannot be written ({failure}), so no request can be promised"
+                self._refuse(waiter, Refused(Code.OVERLOADED, text, RETRY_AFTER_MS))
+            else:
+                self._accept(waiter)
+
+    def _tell_abort(self, request: Request) -> None:
+        """An abort that could not be journalled is told as well: the request has ended here."""
+        if any(waiter is request for _, waiter in self._durable):
+            return
+        request.held = False
+        self._delivery.offer(request)
+        for client, call in self._abort_dones.pop(request.request_id, ()):
+            self._delivery.reply(client, Done(call))
+
+    def _recover(self, one: Recovered, now_ns: int) -> None:
+        request = Request(one.entry, self._next_number)
+        self._next_number += one.entry.n
+        self._requests[request.request_id] = request
+        if one.entry.key:
+            self._by_key[one.entry.key] = request
+        for stream in request.streams:
+            stream.final = one.finals.get(stream.index)
+            if stream.final is None:
+                self._open_sequences += 1
+                self._recovering[stream.number] = stream
+        if request.finished:
+            self._keep(request, now_ns)
+
+    def _end_recovery(self, now_ns: int) -> None:
+        """What no scheduler runs any more is run anew: the same tokens, by construction."""
+        seats = self._placement.seats.values()
+        if now_ns < self._recover_by_ns and not (seats and all(map(_has_told, seats))):
+            return
+        streams, self._recovering = self._recovering, {}
+        for stream in streams.values():
+            told = stream.entry.fingerprint
+            if told and self._fingerprint and told != self._fingerprint:
+                text = (
+                    f"accepted under the numerics {told}, the node now runs {self._fingerprint}: the"
+                    " rest of the stream would not fit its beginning; send the request again"
+                )
+                self._fail(stream, End("error", Code.INTERNAL, text), now_ns)
+            else:
+                self._placement.enqueue(stream, priority=1)
+
+    # ------------------------------------------------------------ time
+
+    def _tick(self, now_ns: int) -> None:
+        self._placement.tick(now_ns)
+        self._texts.tick(now_ns)
+        for peer in self._texts.busy_peers() if now_ns >= self._probe_at_ns else ():
+            # Harmless to the living; that it cannot be sent tells that a tokenizer is gone.
+            self._to_bus(peer, Welcome(self._settings.incarnation))
+            self._probe_at_ns = now_ns + PROBE_NS
+        for client, stalled_ms in self._delivery.given_up(now_ns):
+            self._give_up_client(client, stalled_ms, now_ns)
+        self._forget_old(now_ns)
+
+    def _give_up_client(self, client: bytes, stalled_ms: int, now_ns: int) -> None:
+        end = End("abort", Code.SLOW_CLIENT, f"the client took nothing for {stalled_ms} ms")
+        for request in list(self._requests.values()):
+            if request.view is not None and request.view.client == client:
+                request.view = None
+                self._abort_request(request, end, now_ns)
+
+    def _give_up_jobs(self, now_ns: int) -> None:
+        failed, self._texts.failed[:] = self._texts.failed[:], []
+        for job in failed:
+            text = "the tokenizers died over this text or did not answer; it is not tried again"
+            if isinstance(job, Stream):
+                self._fail(job, End("error", Code.INTERNAL, text), now_ns)
+            elif (pending := self._pending.get(job.key)) is not None:
+                self._refuse(pending, Refused(Code.INTERNAL, text))
+
+    def _forget_old(self, now_ns: int) -> None:
+        undelivered_ns = self._settings.keep_undelivered_s * 1000 * MS
+        for request in list(self._kept.values()):
+            assert request.finished_ns is not None
+            if request.delivered_ns is not None:
+                old = now_ns - request.delivered_ns >= KEEP_NS
+            else:
+                old = now_ns - request.finished_ns >= undelivered_ns
+            if old:
+                self._forget(request)
+
+    # ------------------------------------------------------------ the end of the node
+
+    def drain(self) -> None:
+        """No new requests from here on; those that run go on."""
+        self._draining = True
+
+    def finish_all(self, now_ns: int) -> None:
+        """The time to drain is over: everything that still runs ends, and its client is told why."""
+        end = End("abort", Code.SHUTDOWN, "the node is shutting down")
+        for pending in list(self._pending.values()):
+            if pending.entry is None:
+                self._refuse(pending, Refused(Code.SHUTDOWN, "the node is shutting down"))
+        for request in list(self._requests.values()):
+            self._abort_request(request, end, now_ns)
+
+    def _to_bus(self, peer: bytes, message: BusFromGateway) -> None:
+        self._bus.append((peer, message))
+
+
+def _reached(request: Request, stream: Stream) -> int:
+    """How many of its tokens the stream's reader has; without one, the most that any reader got."""
+    return request.view.cursors[stream.index] if request.view is not None else stream.sent
+
+
+def _has_told(seat: Seat) -> bool:
+    """It said what it runs, or nobody is there to say."""
+    return seat.listed or not (seat.peer or seat.member)
+
+
+def _digest(message: Generate) -> bytes:
+    """Of what is asked for, without who asks and when."""
+    body: tuple[object, ...] = (
+        message.prompt,
+        message.prompt_token_ids,
+        message.messages,
+        message.sampling,
+        message.n,
+        message.stream,
+        message.model,
+    )
+    return blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
+
+
+def _unknown(request_id: str) -> Refused:
+    return Refused(
+        Code.UNKNOWN_REQUEST, f"no request {request_id!r} is known; it may have ended long ago"
+    )
+
+
+def _key_reused(key: str) -> Refused:
+    return Refused(
+        Code.BAD_REQUEST,
+        f"the key {key!r} was already used for a different request; choose another one",
+    )

@@ -1,0 +1,56 @@
+"""What the journal remembers of a request, and the changes to it. Pure data."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.protocol.messages import Final, Sampling
+
+
+class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An accepted request: all of it, because its stream is a function of this."""
+
+    request_id: str
+    prompt: bytes  # int32 ids
+    sampling: Sampling  # resolved: seed and max_tokens are filled in
+    n: int
+    stream: bool
+    key: str  # the client's, "" if it gave none
+    digest: bytes  # of what the client asked for: one key never stands for two requests
+    model: str
+    fingerprint: str  # of the numerics and the tokenizer; "" when accepted before they were known
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt) // 4
+
+
+class Accept(msgspec.Struct, frozen=True):
+    entry: Entry
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """Sequence `final.index` ended; after a restart it stays ended."""
+
+    final: Final
+
+
+class Forget(msgspec.Struct, frozen=True):
+    request_id: str
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """The fingerprint became known: it is that of every entry accepted without one."""
+
+    fingerprint: str
+
+
+Op = Accept | Finish | Forget | Stamp
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A request as the journal has it at start."""
+
+    entry: Entry
+    finals: dict[int, Final] = field(default_factory=dict)

@@ -1,0 +1,196 @@
+"""The journal: accepted requests and their ends, in SQLite, synced before a client is told.
+
+Written by one thread of its own, because a sync may take as long as the disk likes and the gateway
+answers health questions meanwhile. Each commit takes all that has gathered during the last one.
+"""
+
+import os
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from phalanx.protocol.log import Logger
+from phalanx.protocol.messages import Final
+from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered, Stamp
+
+VERSION = 1
+_KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, created REAL, entry BLOB, fingerprint TEXT)
+    WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS finals (id TEXT, i INTEGER, at REAL, final BLOB, PRIMARY KEY (id, i))
+    WITHOUT ROWID;
+"""
+
+
+class Journal:
+    """The file. Not thread-safe: it belongs to whoever opened it."""
+
+    def __init__(self, path: Path, ttl_s: float, log: Logger) -> None:
+        self._path, self._ttl_s, self._log = path, ttl_s, log
+        self._db: sqlite3.Connection | None = None
+
+    def load(self, now_s: float) -> list[Recovered]:
+        """What the last gateway left, oldest first; what outlived its time is deleted.
+
+        A file that cannot be read is moved aside with a line in the log, never a reason not to start.
+        """
+        try:
+            return self._load(now_s)
+        except (sqlite3.DatabaseError, msgspec.DecodeError, msgspec.ValidationError) as error:
+            self.move_aside(str(error))
+            return []
+
+    def _load(self, now_s: float) -> list[Recovered]:
+        db = self._open()
+        old = now_s - self._ttl_s
+        with db:
+            db.execute("DELETE FROM requests WHERE created < ?", (old,))
+            db.execute("DELETE FROM finals WHERE id NOT IN (SELECT id FROM requests)")
+        finals: dict[str, dict[int, Final]] = {}
+        for request_id, index, encoded in db.execute("SELECT id, i, final FROM finals"):
+            final = msgspec.msgpack.decode(encoded, type=Final)
+            finals.setdefault(request_id, {})[index] = final
+        recovered = []
+        for encoded, fingerprint in db.execute(
+            "SELECT entry, fingerprint FROM requests ORDER BY created, id"
+        ):
+            entry = msgspec.msgpack.decode(encoded, type=Entry)
+            entry = msgspec.structs.replace(entry, fingerprint=fingerprint)
+            recovered.append(Recovered(entry, finals.get(entry.request_id, {})))
+        return recovered
+
+    def write(self, ops: Sequence[Op], now_s: float) -> None:
+        """All of them or none, synced on return. Raises sqlite3.Error."""
+        db = self._open()
+        with db:
+            for op in ops:
+                _apply(db, op, now_s)
+
+    def move_aside(self, why: str) -> None:
+        """Keep the unreadable file for people, and start an empty one."""
+        self.close()
+        aside = self._path.with_name(f"{self._path.name}.unreadable-{time.time_ns()}")
+        for suffix in ("", "-wal", "-shm"):
+            part = self._path.with_name(self._path.name + suffix)
+            if part.exists():
+                part.rename(aside.with_name(aside.name + suffix))
+        self._log.error(
+            "the journal cannot be read: requests open in the last gateway are lost to this one;"
+            " the file was moved aside",
+            why=why,
+            moved_to=str(aside),
+        )
+
+    def close(self) -> None:
+        if self._db is not None:
+            self._db.close()
+            self._db = None
+
+    def _open(self) -> sqlite3.Connection:
+        if self._db is None:
+            # Created here so that it is never, not even briefly, readable by others.
+            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
+            os.chmod(self._path, 0o600)
+            db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
+            try:
+                _prepare(db)
+            except sqlite3.Error:
+                db.close()
+                raise
+            self._db = db
+        return self._db
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    db.execute("PRAGMA journal_mode=WAL")
+    db.execute("PRAGMA synchronous=FULL")
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version not in (0, VERSION):
+        raise sqlite3.DatabaseError(f"its version is {version}, this gateway writes {VERSION}")
+    with db:
+        db.executescript(_SCHEMA)
+        db.execute(f"PRAGMA user_version={VERSION}")
+
+
+def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
+    match op:
+        case Accept(entry):
+            row = (entry.request_id, now_s, msgspec.msgpack.encode(entry), entry.fingerprint)
+            db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?)", row)
+        case Finish(final):
+            end = (final.request_id, final.index, now_s, msgspec.msgpack.encode(final))
+            db.execute("INSERT OR REPLACE INTO finals VALUES (?, ?, ?, ?)", end)
+        case Forget(request_id):
+            db.execute("DELETE FROM requests WHERE id = ?", (request_id,))
+            db.execute("DELETE FROM finals WHERE id = ?", (request_id,))
+        case Stamp(fingerprint):
+            db.execute("UPDATE requests SET fingerprint = ? WHERE fingerprint = ''", (fingerprint,))
+
+
+class JournalWriter:
+    """The thread. `submit` returns at once; `wake` is called in the thread when results are there."""
+
+    def __init__(self, journal: Journal, wake: Callable[[], None]) -> None:
+        self._journal, self._wake = journal, wake
+        self._batches: queue.SimpleQueue[tuple[int, list[Op]] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._late: list[Op] = []  # ends and deletions that failed; tried again with the next batch
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def submit(self, number: int, ops: list[Op]) -> None:
+        self._batches.put((number, ops))
+
+    def results(self) -> list[tuple[int, str]]:
+        """(number of the last operation, why it failed or "") of each commit since the last call."""
+        done = []
+        while not self._results.empty():
+            done.append(self._results.get())
+        return done
+
+    def close(self) -> None:
+        """Write what was submitted, then end."""
+        self._batches.put(None)
+        self._thread.join()
+        self._journal.close()
+
+    def _run(self) -> None:
+        while (batch := self._batches.get()) is not None:
+            number, ops = batch
+            last = False
+            while not self._batches.empty():
+                more = self._batches.get()
+                if more is None:
+                    last = True
+                    break
+                number = more[0]
+                ops = ops + more[1]
+            self._results.put((number, self._write(ops)))
+            self._wake()
+            if last:
+                break
+
+    def _write(self, ops: list[Op]) -> str:
+        ops = self._late + ops
+        try:
+            self._journal.write(ops, time.time())
+        except sqlite3.OperationalError as error:  # disk full, a lock: the file itself is sound
+            return self._failed(ops, str(error))
+        except sqlite3.DatabaseError as error:
+            self._journal.move_aside(str(error))
+            return self._failed(ops, str(error))
+        except OSError as error:
+            return self._failed(ops, str(error.strerror))
+        self._late = []
+        return ""
+
+    def _failed(self, ops: list[Op], why: str) -> str:
+        late: list[Op] = [op for op in ops if not isinstance(op, Accept)]
+        self._late = late[-_KEPT_ON_FAILURE:]
+        return why

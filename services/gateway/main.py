@@ -1,0 +1,178 @@
+"""The gateway's shell: sockets, the journal's thread, the clock. It decides nothing."""
+
+import time
+from pathlib import Path
+from secrets import randbits
+
+from phalanx.protocol.codec import Decoder, call_of, encode
+from phalanx.protocol.errors import DecodeError
+from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX, DRAIN_MS, MESSAGE_BYTES_MAX
+from phalanx.protocol.link import (
+    bind_router,
+    close_all,
+    receive,
+    receive_from,
+    send,
+    send_to,
+    thread_pair,
+)
+from phalanx.protocol.messages import (
+    BusToGateway,
+    ClientMessage,
+    ClientReply,
+    Drain,
+    FromSupervisor,
+    HealthUpdate,
+)
+from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, endpoint
+from phalanx.protocol.service import Service
+from phalanx.services.gateway.core import Core, Settings
+from phalanx.services.gateway.journal import Journal, JournalWriter
+from phalanx.services.gateway.model import read_model
+
+MS = 1_000_000
+MESSAGES_PER_TURN = 512
+LAST_WORDS_NS = 1_000 * MS  # after the drain's end, for clients to take their finals
+SEAT_DEPTH = 4  # sequences given to a rank, in multiples of those it runs at a time
+
+
+class Gateway:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        config, run_dir = service.config, service.run_dir
+        journal = Journal(run_dir / JOURNAL_FILE, config.gateway.journal_ttl_s, service.log)
+        recovered = journal.load(time.time())
+        if recovered:
+            service.log.info("requests taken over from the journal", requests=len(recovered))
+        self._core = Core(settings_of(service), recovered, time.monotonic_ns())
+        self._topology_version = 0
+        self._drain_until_ns: int | None = None
+        self._end_ns: int | None = None
+        self.clients = bind_router(endpoint(run_dir, CLIENT_SOCKET), MESSAGE_BYTES_MAX)
+        self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
+        self.journal, self._waker = thread_pair("journal")
+        self._writer = JournalWriter(journal, self._wake)
+        self._client_decoder = Decoder[ClientMessage](ClientMessage, MESSAGE_BYTES_MAX)
+        self._bus_decoder = Decoder[BusToGateway](BusToGateway)
+
+    # --- events ---
+
+    def on_clients(self) -> None:
+        now_ns = time.monotonic_ns()
+        for client, frame in receive_from(self.clients, MESSAGES_PER_TURN):
+            try:
+                message = self._client_decoder.decode(frame)
+            except DecodeError as error:
+                self._core.on_bad_frame(client, call_of(frame), str(error))
+                continue
+            self._core.on_client(client, message, now_ns)
+
+    def on_bus(self) -> None:
+        self._look_at_topology()  # first, so that no message is judged by an old membership
+        now_ns = time.monotonic_ns()
+        for peer, frame in receive_from(self.bus, MESSAGES_PER_TURN):
+            try:
+                message = self._bus_decoder.decode(frame)
+            except DecodeError as error:
+                self._service.log.error("bad message on the bus", peer=repr(peer), error=str(error))
+                continue
+            self._core.on_bus(peer, message, now_ns)
+
+    def on_journal(self) -> None:
+        receive(self.journal, MESSAGES_PER_TURN)
+        for number, failure in self._writer.results():
+            if failure:
+                self._service.log.error("the journal cannot be written", error=failure)
+            self._core.on_journal(number, failure, time.monotonic_ns())
+
+    def on_supervisor(self, message: FromSupervisor) -> None:
+        match message:
+            case HealthUpdate():
+                self._core.on_health(message)
+            case Drain(timeout_ms):
+                self._drain(time.monotonic_ns() + timeout_ms * MS)
+            case _:  # a nudge or nothing of ours: the topology is looked at in every turn
+                pass
+
+    # --- the turn ---
+
+    def tick(self, now_ns: int) -> float:
+        """Let the core act on what came, and carry out what it says."""
+        self._look_at_topology()
+        self._core.turn(now_ns)
+        for peer, message in self._core.take_bus():
+            if not send_to(self.bus, peer, encode(message)):
+                self._core.on_unroutable(peer, message, now_ns)
+        number, ops = self._core.take_ops()
+        if ops:
+            self._writer.submit(number, ops)
+        self._core.deliver(self._send_client, now_ns)
+        # A remainder below a millisecond is waited for too: zero would spin.
+        return self._core.wait_ns(now_ns) // MS + 1
+
+    def drained(self, now_ns: int) -> bool:
+        """After SIGTERM: whether everyone has got what is due to him, or has had his time."""
+        if self._drain_until_ns is None:
+            self._drain(now_ns + DRAIN_MS * MS)
+        assert self._drain_until_ns is not None
+        if self._end_ns is None and now_ns >= self._drain_until_ns:
+            self._end_ns = now_ns + LAST_WORDS_NS
+            self._core.finish_all(now_ns)
+            self.tick(now_ns)
+        return self._core.idle or (self._end_ns is not None and now_ns >= self._end_ns)
+
+    def close(self) -> None:
+        self._writer.close()
+        sockets = [self.clients, self.bus, self.journal, self._waker, self._service.supervisor]
+        close_all(sockets, LAST_WORDS_NS // MS)
+
+    def _wake(self) -> None:
+        """Called in the journal's thread."""
+        send(self._waker, b"")
+
+    def _drain(self, until_ns: int) -> None:
+        self._core.drain()
+        known = self._drain_until_ns
+        self._drain_until_ns = until_ns if known is None else min(known, until_ns)
+
+    def _send_client(self, client: bytes, message: ClientReply) -> bool:
+        return send_to(self.clients, client, encode(message))
+
+    def _look_at_topology(self) -> None:
+        version = self._service.board.topology_version
+        if version != self._topology_version:
+            topology = self._service.board.topology()
+            self._topology_version = version
+            if topology is not None:
+                self._core.on_topology(topology, time.monotonic_ns())
+
+
+def settings_of(service: Service) -> Settings:
+    """Raises ConfigError when the model's configuration cannot be read."""
+    config = service.config
+    scheduler = config.scheduler
+    return Settings(
+        model=read_model(Path(config.model_dir), config.model),
+        incarnation=service.incarnation,
+        max_open_requests=config.gateway.max_open_requests,
+        default_max_tokens=config.gateway.default_max_tokens,
+        keep_undelivered_s=config.gateway.journal_ttl_s,
+        seat_capacity=min(SEAT_DEPTH * scheduler.max_num_seqs, scheduler.max_waiting),
+        draw=randbits,
+    )
+
+
+def serve(service: Service) -> None:
+    gateway = Gateway(service)
+    service.ready()
+    service.loop(
+        {
+            gateway.clients: gateway.on_clients,
+            gateway.bus: gateway.on_bus,
+            gateway.journal: gateway.on_journal,
+        },
+        gateway.tick,
+        on_supervisor=gateway.on_supervisor,
+        drained=gateway.drained,
+    )
+    gateway.close()

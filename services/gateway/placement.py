@@ -1,0 +1,448 @@
+"""Which rank runs which sequence: submission, moves, aborts, and the fencing of tokens. Pure.
+
+A sequence is with at most one seat at a time, under an `attempt` that grows with every placement.
+Tokens count only from the seat's present scheduler and for the present attempt, so whatever an
+earlier place still says can do no harm. Commands are repeated until answered; a stream that is quiet
+for long is asked after, so that no lost message makes anyone wait for ever.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import BLOCK_SIZE, COMMAND_RETRY_MS
+from phalanx.protocol.messages import (
+    AbortSequence,
+    FinalSeen,
+    FinishReason,
+    ListSequences,
+    Refusal,
+    Resend,
+    SeatLoad,
+    SequenceList,
+    Submit,
+    Submitted,
+    Tokens,
+    TokensItem,
+)
+from phalanx.protocol.topology import Topology
+from phalanx.services.gateway.streams import End, Place, Stream
+
+MS = 1_000_000
+RETRY_NS = COMMAND_RETRY_MS * MS
+QUIET_NS = 1_000 * MS  # a stream without news for this long is asked after ...
+QUIET_NS_MAX = 32_000 * MS  # ... less and less often
+RESEND_NS = 100 * MS
+REFUSED_NS = 100 * MS  # a seat that said "not now" is left alone for this long
+LIST_NS = 30_000 * MS  # how often schedulers are asked what they run, in case a word was lost
+REFUSALS_MAX = 3
+LATER = (Code.OVERLOADED, Code.NOT_READY, Code.KV_PRESSURE, Code.SHUTDOWN)  # refusals to wait out
+
+BusCommand = Submit | AbortSequence | Resend | FinalSeen | ListSequences
+
+
+@dataclass(eq=False)
+class Seat:
+    number: int
+    peer: bytes = b""  # of its present scheduler; empty: none
+    incarnation: int = 0
+    load: SeatLoad | None = None
+    total_blocks: int = 0  # as some scheduler of it last said
+    worker_incarnation: int = 0  # as the topology says
+    member: bool = True  # until a topology says otherwise
+    streams: dict[int, Stream] = field(default_factory=dict)
+    next_seq: int = -1  # of its Tokens messages; -1: take the first as it comes
+    list_call: int = 0
+    list_at_ns: int = 0
+    listed: bool = False  # it answered what it runs, in its present incarnation
+    not_before_ns: int = 0
+
+
+class Placement:
+    """The seats, what waits for one, and what is to be said to their schedulers."""
+
+    def __init__(
+        self,
+        send: Callable[[bytes, BusCommand], None],
+        *,
+        seat_capacity: int,
+        first_attempt: int,
+        eos_token_id: int,
+    ) -> None:
+        self._send = send
+        self._capacity = seat_capacity
+        self._first_attempt = first_attempt
+        self._eos_token_id = eos_token_id
+        self.seats: dict[int, Seat] = {}
+        # Heap: most urgent, then oldest. Entries that no longer wait are dropped when they surface.
+        self._waiting: list[tuple[int, int, int, Stream]] = []
+        self._pushes = 0
+        self._calls: dict[int, Stream] = {}  # Submits not answered
+        # Seat, command, and when to repeat it (0: sent just now, the next tick decides).
+        self._aborts: dict[int, tuple[int, AbortSequence, int]] = {}
+        self._aborting: set[tuple[str, int, int]] = set()
+        self._seen: dict[bytes, list[tuple[str, int, int]]] = {}
+        self._ended: list[Stream] = []
+        self._last_call = 0
+
+    # --- what others may ask ---
+
+    def pool_tokens(self) -> int | None:
+        """Tokens that every rank's KV pool can hold, so that any rank can take over from any other."""
+        pools = [seat.total_blocks for seat in self.seats.values() if seat.total_blocks > 0]
+        return min(pools, default=0) * BLOCK_SIZE or None
+
+    def loads(self) -> tuple[SeatLoad, ...]:
+        return tuple(seat.load for _, seat in sorted(self.seats.items()) if seat.load and seat.peer)
+
+    def seat_of(self, peer: bytes) -> Seat | None:
+        return next((seat for seat in self.seats.values() if peer and seat.peer == peer), None)
+
+    # --- the seats' comings and goings ---
+
+    def hello(self, peer: bytes, number: int, incarnation: int, now_ns: int) -> None:
+        seat = self.seats.setdefault(number, Seat(number))
+        if incarnation < seat.incarnation or (incarnation == seat.incarnation and seat.peer):
+            return
+        self._replace_scheduler(seat, peer, incarnation)
+        self._list(seat, now_ns)
+
+    def lost(self, peer: bytes) -> None:
+        seat = self.seat_of(peer)
+        if seat is not None:
+            self._replace_scheduler(seat, b"", seat.incarnation)
+
+    def on_topology(self, topology: Topology) -> None:
+        for told in topology.seats:
+            seat = self.seats.setdefault(told.seat, Seat(told.seat))
+            seat.member = told.state == "member"
+            if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
+                self._move_all(seat)
+            seat.worker_incarnation = told.worker_incarnation
+            if told.scheduler_incarnation > seat.incarnation and seat.peer:
+                self._replace_scheduler(seat, b"", seat.incarnation)
+
+    def on_load(self, peer: bytes, load: SeatLoad) -> None:
+        seat = self.seat_of(peer)
+        if seat is not None and load.incarnation == seat.incarnation:
+            seat.load = load
+            seat.total_blocks = load.total_blocks or seat.total_blocks
+
+    def _replace_scheduler(self, seat: Seat, peer: bytes, incarnation: int) -> None:
+        self._move_all(seat)
+        seat.peer, seat.incarnation, seat.load = peer, incarnation, None
+        seat.next_seq, seat.listed, seat.list_call, seat.not_before_ns = -1, False, 0, 0
+        for call, (number, abort, _) in list(self._aborts.items()):
+            if number == seat.number:
+                self._end_abort(call, abort)
+
+    def _move_all(self, seat: Seat) -> None:
+        """What ran there goes elsewhere, ahead of new arrivals."""
+        for stream in list(seat.streams.values()):
+            self._unplace(stream)
+            self.enqueue(stream, priority=1)
+
+    # --- placing ---
+
+    def enqueue(self, stream: Stream, priority: int = 0) -> None:
+        if stream.final is not None or stream.end is not None:
+            return
+        if stream.tokens and (end := stream.implied_end(self._eos_token_id)) is not None:
+            stream.end = end
+            self._ended.append(stream)
+            return
+        stream.priority = max(stream.priority, priority)
+        self._pushes += 1
+        heapq.heappush(self._waiting, (-stream.priority, stream.number, self._pushes, stream))
+
+    def dispatch(self, now_ns: int) -> None:
+        """Submit what waits, to the least loaded seats. Once a turn, after all events."""
+        while self._waiting:
+            stream = self._waiting[0][-1]
+            if stream.final is not None or stream.place is not None or stream.end is not None:
+                heapq.heappop(self._waiting)
+                continue
+            seat = self._least_loaded(now_ns)
+            if seat is None:
+                break
+            heapq.heappop(self._waiting)
+            self._submit(stream, seat, now_ns)
+        for peer, sequences in self._seen.items():
+            self._send(peer, FinalSeen(tuple(sequences)))
+        self._seen.clear()
+
+    def take_ended(self) -> list[Stream]:
+        """Streams that need no seat any more: their tokens say that they have ended."""
+        taken, self._ended = self._ended, []
+        return taken
+
+    def _least_loaded(self, now_ns: int) -> Seat | None:
+        usable = (
+            seat
+            for seat in self.seats.values()
+            if seat.peer
+            and seat.member
+            and seat.load is not None
+            and seat.load.accepting
+            and seat.load.worker_incarnation in (0, seat.worker_incarnation)
+            and len(seat.streams) < self._capacity
+            and seat.not_before_ns <= now_ns
+        )
+        return min(usable, key=lambda seat: (len(seat.streams), seat.number), default=None)
+
+    def _submit(self, stream: Stream, seat: Seat, now_ns: int) -> None:
+        stream.attempt = max(stream.attempt + 1, self._first_attempt)
+        self._last_call += 1
+        stream.place = Place(
+            seat.number, seat.incarnation, stream.attempt, self._last_call, False, now_ns + RETRY_NS
+        )
+        seat.streams[stream.number] = stream
+        self._calls[self._last_call] = stream
+        self._send_submit(stream, seat)
+
+    def _send_submit(self, stream: Stream, seat: Seat) -> None:
+        assert stream.place is not None
+        message = Submit(
+            stream.place.call,
+            stream.request_id,
+            stream.index,
+            stream.place.attempt,
+            stream.entry.prompt,
+            stream.sampling,
+            stream.outputs(),
+            stream.priority,
+        )
+        self._send(seat.peer, message)
+
+    def adopt(self, stream: Stream, seat: Seat, attempt: int, now_ns: int) -> None:
+        """The seat runs this stream already, since before this gateway started."""
+        self._last_call += 1
+        stream.attempt = attempt
+        stream.place = Place(
+            seat.number, seat.incarnation, attempt, self._last_call, True, now_ns + QUIET_NS
+        )
+        seat.streams[stream.number] = stream
+
+    def release(self, stream: Stream, reason: FinishReason | None = None) -> None:
+        """The stream is over. With a `reason` its scheduler is told to end it as well."""
+        place = stream.place
+        if place is None:
+            return
+        seat = self.seats[place.seat]
+        self._unplace(stream)
+        if reason is None:
+            self._final_seen(seat, stream.request_id, stream.index, place.attempt)
+        else:
+            self._abort(seat, stream.request_id, stream.index, place.attempt, reason)
+
+    def _unplace(self, stream: Stream) -> None:
+        place = stream.place
+        if place is not None:
+            self._calls.pop(place.call, None)
+            self.seats[place.seat].streams.pop(stream.number, None)
+            stream.place = None
+
+    def _abort(
+        self, seat: Seat, request_id: str, index: int, attempt: int, reason: FinishReason
+    ) -> None:
+        if not seat.peer or (request_id, index, attempt) in self._aborting:
+            return
+        self._last_call += 1
+        message = AbortSequence(self._last_call, request_id, index, attempt, reason)
+        self._aborts[self._last_call] = (seat.number, message, 0)
+        self._aborting.add((request_id, index, attempt))
+        self._send(seat.peer, message)
+
+    def _end_abort(self, call: int, abort: AbortSequence) -> None:
+        del self._aborts[call]
+        self._aborting.discard((abort.request_id, abort.index, abort.attempt))
+
+    def _final_seen(self, seat: Seat, request_id: str, index: int, attempt: int) -> None:
+        if seat.peer:
+            self._seen.setdefault(seat.peer, []).append((request_id, index, attempt))
+
+    # --- answers ---
+
+    def on_submitted(self, peer: bytes, message: Submitted, now_ns: int) -> None:
+        stream = self._calls.get(message.call)
+        if stream is None or stream.place is None:
+            return
+        seat = self.seats[stream.place.seat]
+        if seat.peer == peer and message.incarnation == seat.incarnation:
+            del self._calls[message.call]
+            if not stream.place.acknowledged:
+                stream.place.acknowledged = True
+                stream.place.repeat_at_ns = now_ns + QUIET_NS
+
+    def on_refusal(self, peer: bytes, message: Refusal, now_ns: int) -> tuple[Stream, End] | None:
+        """A stream that no seat will take, and why; None while there is hope."""
+        stream = self._calls.get(message.call)
+        seat = self.seat_of(peer)
+        if (
+            stream is None
+            or stream.place is None
+            or seat is None
+            or stream.place.seat != seat.number
+        ):
+            return None
+        self._unplace(stream)
+        if message.code in LATER:
+            seat.not_before_ns = now_ns + REFUSED_NS
+        else:
+            stream.tries += 1
+            if message.code is not Code.INTERNAL or stream.tries >= REFUSALS_MAX:
+                return stream, End("error", message.code, message.message)
+        self.enqueue(stream)
+        return None
+
+    def on_done(self, peer: bytes, call: int) -> None:
+        known = self._aborts.get(call)
+        seat = self.seat_of(peer)
+        if known is not None and seat is not None and seat.number == known[0]:
+            abort = known[1]
+            self._end_abort(call, abort)
+            self._final_seen(seat, abort.request_id, abort.index, abort.attempt)
+
+    # --- tokens ---
+
+    def on_tokens(
+        self, peer: bytes, message: Tokens, find: Callable[[str, int], Stream | None], now_ns: int
+    ) -> Iterator[Stream]:
+        """The streams that got something new."""
+        seat = self.seat_of(peer)
+        if seat is None or (message.seat, message.incarnation) != (seat.number, seat.incarnation):
+            return
+        if message.seq != seat.next_seq and seat.next_seq >= 0 and message.seq > seat.next_seq:
+            self._ask_all(seat, now_ns)
+        seat.next_seq = max(seat.next_seq, message.seq + 1)
+        for item in message.items:
+            stream = find(item.request_id, item.index)
+            place = stream.place if stream is not None else None
+            if (
+                stream is None
+                or place is None
+                or (place.seat, place.attempt)
+                != (
+                    seat.number,
+                    item.attempt,
+                )
+            ):
+                self._disown(seat, item.request_id, item.index, item.attempt, item.finish_reason)
+            elif self._take(stream, place, seat, item, now_ns):
+                yield stream
+
+    def _take(
+        self, stream: Stream, place: Place, seat: Seat, item: TokensItem, now_ns: int
+    ) -> bool:
+        # Its tokens are as good as a Submitted.
+        self._calls.pop(place.call, None)
+        place.acknowledged, place.quiet, place.repeat_at_ns = True, 0, now_ns + QUIET_NS
+        before = len(stream.tokens)
+        if not stream.take(item):
+            self._ask(stream, place, seat, now_ns)
+            return False
+        if stream.end is not None:
+            self.release(stream)
+            return True
+        return len(stream.tokens) > before
+
+    def _disown(
+        self, seat: Seat, request_id: str, index: int, attempt: int, reason: FinishReason | None
+    ) -> None:
+        """A scheduler works on what is not its work (any more)."""
+        if reason is not None:
+            self._final_seen(seat, request_id, index, attempt)
+        else:
+            self._abort(seat, request_id, index, attempt, "abort")
+
+    def _ask(self, stream: Stream, place: Place, seat: Seat, now_ns: int) -> None:
+        if now_ns >= place.resend_at_ns:
+            place.resend_at_ns = now_ns + RESEND_NS
+            message = Resend(stream.request_id, stream.index, place.attempt, len(stream.tokens))
+            self._send(seat.peer, message)
+
+    def _ask_all(self, seat: Seat, now_ns: int) -> None:
+        for stream in seat.streams.values():
+            if stream.place is not None and stream.place.acknowledged:
+                self._ask(stream, stream.place, seat, now_ns)
+
+    # --- what runs where, after a restart or a lost word ---
+
+    def _list(self, seat: Seat, now_ns: int) -> None:
+        self._last_call += 1
+        seat.list_call, seat.list_at_ns = self._last_call, now_ns
+        self._send(seat.peer, ListSequences(self._last_call))
+
+    def on_list(
+        self,
+        peer: bytes,
+        message: SequenceList,
+        find: Callable[[str, int], Stream | None],
+        adoptable: Callable[[Stream], bool],
+        now_ns: int,
+    ) -> Iterator[Stream]:
+        """Adopt what this seat runs of ours; the streams that got tokens by it."""
+        seat = self.seat_of(peer)
+        if seat is None or message.call != seat.list_call:
+            return
+        seat.list_call, seat.listed = 0, True
+        for info in message.items:
+            stream = find(info.request_id, info.index)
+            if stream is not None and stream.place is None and adoptable(stream):
+                self.adopt(stream, seat, info.attempt, now_ns)
+                if stream.sampling.logprobs is None:
+                    item = TokensItem(
+                        info.request_id, info.index, info.attempt, 0, ids_of(info.outputs)
+                    )
+                    stream.take(item)
+                assert stream.place is not None
+                self._ask(stream, stream.place, seat, now_ns)
+                yield stream
+            elif (
+                stream is None
+                or stream.place is None
+                or (
+                    stream.place.seat,
+                    stream.place.attempt,
+                )
+                != (seat.number, info.attempt)
+            ):
+                self._disown(seat, info.request_id, info.index, info.attempt, info.finish_reason)
+
+    # --- time ---
+
+    def tick(self, now_ns: int) -> None:
+        for call, (number, abort, at_ns) in list(self._aborts.items()):
+            if at_ns <= now_ns:
+                self._aborts[call] = (number, abort, now_ns + RETRY_NS)
+                if at_ns:
+                    self._send(self.seats[number].peer, abort)
+        for seat in self.seats.values():
+            if not seat.peer:
+                continue
+            wait_ns = RETRY_NS if seat.list_call else LIST_NS
+            if now_ns - seat.list_at_ns >= wait_ns:
+                self._list(seat, now_ns)
+            for stream in list(seat.streams.values()):
+                if stream.place is not None and stream.place.repeat_at_ns <= now_ns:
+                    self._repeat(stream, stream.place, seat, now_ns)
+
+    def _repeat(self, stream: Stream, place: Place, seat: Seat, now_ns: int) -> None:
+        if not place.acknowledged:
+            place.repeat_at_ns = now_ns + RETRY_NS
+            self._send_submit(stream, seat)
+            return
+        # Quiet: ask for tokens; then say again what it shall run, in case it has forgotten it.
+        if place.quiet % 2 == 0:
+            self._ask(stream, place, seat, now_ns)
+        else:
+            self._calls[place.call] = stream
+            self._send_submit(stream, seat)
+        place.quiet += 1
+        place.repeat_at_ns = now_ns + min(QUIET_NS << place.quiet, QUIET_NS_MAX)
+
+
+def ids_of(encoded: bytes) -> tuple[int, ...]:
+    """int32 ids as the messages carry them."""
+    return tuple(memoryview(encoded[: len(encoded) // 4 * 4]).cast("i"))

@@ -1,0 +1,258 @@
+"""Requests and their token streams: from the scheduler's tokens to what a client may read. Pure.
+
+A stream keeps its tokens and, for each token, the text that this token released. So delivery can
+begin again at any token offset and says exactly the same.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.messages import (
+    DecodedItem,
+    DecodeItem,
+    Delta,
+    Final,
+    FinishReason,
+    Sampling,
+    TokenLogprobs,
+    TokensItem,
+    Usage,
+)
+from phalanx.protocol.seeds import derive_seed
+from phalanx.services.gateway.entries import Entry
+from phalanx.services.gateway.stops import StopScanner
+
+DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why the scheduler produces no more."""
+
+    reason: FinishReason
+    code: Code | None = None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a stream runs, and how sure we are of it. Kept by `placement.py`."""
+
+    seat: int
+    incarnation: int  # of the scheduler
+    attempt: int
+    call: int  # of the Submit
+    acknowledged: bool
+    repeat_at_ns: int  # when to repeat the Submit or to ask after a quiet stream
+    quiet: int = 0  # how often it was asked after without hearing of it
+    resend_at_ns: int = 0  # a gap is asked for again not before
+
+
+class Stream:
+    """One sequence of a request."""
+
+    def __init__(self, entry: Entry, index: int, number: int) -> None:
+        seed = entry.sampling.seed
+        assert seed is not None and entry.sampling.max_tokens is not None
+        self.entry = entry
+        self.index = index
+        self.number = number  # unique within this gateway; names the stream to tokenizers
+        self.sampling: Sampling = msgspec.structs.replace(
+            entry.sampling, seed=derive_seed(seed, index)
+        )
+        self.attempt = 0
+        self.place: Place | None = None
+        self.priority = 0
+        self.tries = 0  # refusals in a row that did not say "later"
+        self.sent = 0  # tokens that some client has got
+        self.final: Final | None = None
+        self.recorded: Final | None = None  # ended in an earlier life: run again only up to it
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything produced; it can be produced again."""
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.end: End | None = None
+        self.cached_tokens = 0
+        self.shown: list[str] = []  # text each token released, as far as decoded
+        self.carry = b""
+        self.decoding = False  # a Decode is in flight
+        self.decode_tries = 0
+        self.scanner = StopScanner(self.sampling.stop, min_tokens=self.sampling.min_tokens)
+
+    @property
+    def request_id(self) -> str:
+        return self.entry.request_id
+
+    @property
+    def hollow(self) -> bool:
+        """Ended, but what it said is not in memory (any more)."""
+        return self.final is not None and len(self.shown) < self.final.offset
+
+    # --- from the scheduler ---
+
+    def take(self, item: TokensItem) -> bool:
+        """Add what is new in `item`. False when tokens before it are missing."""
+        have = len(self.tokens)
+        if item.offset > have:
+            return False
+        fresh = item.token_ids[have - item.offset :]
+        self.tokens.extend(fresh)
+        if self.sampling.logprobs is not None:
+            self.logprobs.extend(item.logprobs[have - item.offset :])
+        self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
+        if item.finish_reason is not None and item.offset + len(item.token_ids) >= have:
+            self.end = End(item.finish_reason, item.code, item.error)
+        return True
+
+    def implied_end(self, eos_token_id: int) -> End | None:
+        """The end that the tokens themselves tell, if the scheduler's word on it is lost.
+
+        Only where every reading of `min_tokens` agrees; otherwise a scheduler is asked.
+        """
+        s, count = self.sampling, len(self.tokens)
+        assert s.max_tokens is not None
+        if count > s.min_tokens:
+            last = self.tokens[-1]
+            if (last == eos_token_id and not s.ignore_eos) or last in s.stop_token_ids:
+                return End("stop")
+        return End("length") if count >= s.max_tokens else None
+
+    def outputs(self) -> bytes:
+        return array("i", self.tokens).tobytes()
+
+    # --- through the tokenizer ---
+
+    @property
+    def wants_decode(self) -> bool:
+        if self.decoding or self.final is not None:
+            return False
+        return len(self.shown) < len(self.tokens) or self.end is not None
+
+    def decode_item(self) -> DecodeItem:
+        at = len(self.shown)
+        return DecodeItem(self.number, tuple(self.tokens[at:]), self.carry, self.end is not None)
+
+    def show(self, item: DecodedItem, flush: bool) -> None:
+        """Take the text of the tokens that were sent to be decoded; may set `final`."""
+        self.carry = item.carry
+        if not self.sampling.stop:
+            self.shown.extend(item.pieces)
+            self.scanner.num_tokens += len(item.pieces)
+        else:
+            for piece in item.pieces:
+                self.shown.append(self.scanner.feed((piece,)).text)
+                if self.scanner.stop is not None:
+                    break
+        if self.recorded is not None and len(self.shown) >= self.recorded.offset:
+            self.final = self.recorded
+        elif self.scanner.stop is not None:
+            self.finish(End("stop"), len(self.shown))
+        elif flush and self.end is not None:
+            tail = self.scanner.finish(item.tail)
+            end = End("stop") if tail.stop is not None else self.end
+            self.finish(end, len(self.shown), tail.text)
+
+    def finish(self, end: End, offset: int, text: str = "") -> None:
+        prompt = self.entry.prompt_tokens
+        cached = min(self.cached_tokens, prompt)
+        self.final = Final(
+            self.request_id,
+            self.index,
+            offset,
+            end.reason,
+            Usage(prompt, offset, cached),
+            text,
+            end.code,
+            end.error,
+        )
+
+    # --- to a client ---
+
+    def delta(self, start: int, most: int) -> Delta | None:
+        """What a client that has `start` tokens may read next."""
+        end = len(self.shown) if self.final is None else min(len(self.shown), self.final.offset)
+        end = min(end, start + most)
+        if start >= end:
+            return None
+        return Delta(
+            self.request_id,
+            self.index,
+            start,
+            tuple(self.tokens[start:end]),
+            "".join(self.shown[start:end]),
+            tuple(self.logprobs[start:end]),
+        )
+
+
+@dataclass(slots=True)
+class View:
+    """Who reads a request, and how far each stream was handed over."""
+
+    client: bytes
+    cursors: list[int]
+    finals: list[bool]
+
+
+class Request:
+    """An accepted request."""
+
+    def __init__(self, entry: Entry, first_number: int) -> None:
+        self.entry = entry
+        self.streams = [Stream(entry, i, first_number + i) for i in range(entry.n)]
+        self.view: View | None = None
+        self.held = False  # an abort is not durable yet: nothing more is told before it is
+        self.finished_ns: int | None = None
+        self.delivered_ns: int | None = None
+        self.kept_tokens = 0  # how it counts among the finished requests kept in memory
+
+    @property
+    def request_id(self) -> str:
+        return self.entry.request_id
+
+    @property
+    def finished(self) -> bool:
+        return all(stream.final is not None for stream in self.streams)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.entry.prompt_tokens + sum(len(stream.tokens) for stream in self.streams)
+
+    def attach(self, client: bytes, offsets: Sequence[int]) -> None:
+        """Hand the streams to `client`, each from its offset on."""
+        cursors = [*offsets, *([0] * (self.entry.n - len(offsets)))]
+        for stream, cursor in zip(self.streams, cursors, strict=True):
+            stream.sent = max(stream.sent, cursor)
+        self.view = View(client, cursors, [False] * self.entry.n)
+
+    def next_message(self) -> Delta | Final | None:
+        """What the reader gets next; call `handed_over` with it once it is under way."""
+        view = self.view
+        if view is None or self.held:
+            return None
+        for stream, cursor, told in zip(self.streams, view.cursors, view.finals, strict=True):
+            final = stream.final
+            if told or (final is None and not self.entry.stream):
+                continue
+            most = DELTA_TOKENS_MAX if self.entry.stream else len(stream.shown)
+            if final is None or (cursor < final.offset):
+                if (delta := stream.delta(cursor, most)) is not None:
+                    return delta
+            else:
+                return final
+        return None
+
+    def handed_over(self, message: Delta | Final) -> None:
+        view, stream = self.view, self.streams[message.index]
+        assert view is not None
+        if isinstance(message, Final):
+            view.finals[message.index] = True
+        else:
+            end = message.offset + len(message.token_ids)
+            view.cursors[message.index] = end
+            stream.sent = max(stream.sent, end)

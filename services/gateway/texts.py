@@ -1,0 +1,219 @@
+"""Work for the tokenizers: who does it, and who does it again when one of them dies. Pure.
+
+Every job is stateless, so any tokenizer may do it, and do it twice. A reply whose call is no longer
+known is stale and dropped. Decodes grow into larger batches while the tokenizers are busy; long
+texts never occupy the last tokenizer, so that running streams keep flowing.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from phalanx.protocol.messages import (
+    ChatMessage,
+    Decode,
+    Decoded,
+    DecodedItem,
+    Encode,
+    Encoded,
+    EncodeFailed,
+)
+from phalanx.services.gateway.streams import Stream
+
+BATCH_STREAMS = 256
+CALLS_MAX = 4  # in flight at one tokenizer; the rest waits here, where it can still be batched
+LONG_CHARS = 50_000  # an encode this long keeps a tokenizer busy for a noticeable time
+CHARS_PER_NS = 100_000 / 1e9  # a slow tokenizer's speed, for deadlines only
+RETRY_NS = 5_000_000_000  # a tokenizer that is silent for this long is asked no more for this job
+TRIES_MAX = 4  # tokenizers that may die over one job before the job is what is wrong
+
+
+@dataclass(eq=False)
+class EncodeJob:
+    key: int  # the caller's
+    prompt: str | None
+    messages: tuple[ChatMessage, ...] | None
+    tries: int = 0
+
+    @property
+    def chars(self) -> int:
+        if self.prompt is not None:
+            return len(self.prompt)
+        return sum(len(message.content) for message in self.messages or ())
+
+
+@dataclass(eq=False)
+class DecodeJob:
+    streams: list[tuple[Stream, int, bool]]  # with the number of tokens sent and whether to flush
+
+
+@dataclass(eq=False)
+class Tokenizer:
+    peer: bytes
+    name: str
+    incarnation: int
+    calls: dict[int, tuple[EncodeJob | DecodeJob, int]] = field(default_factory=dict)  # deadline ns
+    encoding: int = 0  # characters in flight
+    decoding: int = 0  # tokens in flight
+
+    @property
+    def busy(self) -> float:
+        # A token to text costs about as much as ten characters to tokens.
+        return self.encoding + 10 * self.decoding
+
+
+class Texts:
+    """The pool. `dispatch` once a turn, after all events."""
+
+    def __init__(self, send: Callable[[bytes, Encode | Decode], None]) -> None:
+        self._send = send
+        self._pool: dict[str, Tokenizer] = {}  # by process name
+        self._encodes: deque[EncodeJob] = deque()
+        self._dirty: dict[int, Stream] = {}  # streams with tokens to decode
+        self._last_call = 0
+        self.failed: list[EncodeJob | Stream] = []  # jobs that too many tokenizers died over
+
+    def hello(self, peer: bytes, name: str, incarnation: int) -> None:
+        known = self._pool.get(name)
+        if known is not None and incarnation < known.incarnation:
+            return  # a late word of a dead one
+        if known is None or incarnation > known.incarnation:
+            self.lost(known.peer if known else b"")
+            self._pool[name] = Tokenizer(peer, name, incarnation)
+
+    def lost(self, peer: bytes) -> None:
+        """This tokenizer is gone; its jobs go to others."""
+        for name, tokenizer in list(self._pool.items()):
+            if tokenizer.peer == peer:
+                del self._pool[name]
+                for call in list(tokenizer.calls):
+                    self._again(tokenizer, call)
+
+    def busy_peers(self) -> list[bytes]:
+        return [tokenizer.peer for tokenizer in self._pool.values() if tokenizer.calls]
+
+    def knows(self, peer: bytes) -> bool:
+        return any(tokenizer.peer == peer for tokenizer in self._pool.values())
+
+    def encode(self, job: EncodeJob) -> None:
+        self._encodes.append(job)
+
+    def decode(self, stream: Stream) -> None:
+        """The stream may have something to decode."""
+        if stream.wants_decode:
+            self._dirty[stream.number] = stream
+
+    def on_encoded(self, peer: bytes, message: Encoded | EncodeFailed) -> EncodeJob | None:
+        """The job that this answers; None for a stale answer."""
+        job = self._done(peer, message.call, EncodeJob)
+        return job if isinstance(job, EncodeJob) else None
+
+    def on_decoded(
+        self, peer: bytes, message: Decoded
+    ) -> Iterator[tuple[Stream, DecodedItem, bool]]:
+        """The streams that this answers, with what to `show` them."""
+        job = self._done(peer, message.call, DecodeJob)
+        if not isinstance(job, DecodeJob):
+            return
+        items = {item.stream: item for item in message.items}
+        for stream, sent, flush in job.streams:
+            stream.decoding = False
+            item = items.get(stream.number)
+            if item is None or len(item.pieces) != sent:
+                self._retry(stream)  # an answer that does not fit its question answers nothing
+                continue
+            stream.decode_tries = 0
+            yield stream, item, flush
+
+    def dispatch(self, now_ns: int) -> None:
+        self._dispatch_encodes(now_ns)
+        while self._dirty and (tokenizer := self._least_busy(self._pool.values())) is not None:
+            self._send_batch(tokenizer, now_ns)
+
+    def tick(self, now_ns: int) -> None:
+        """Give jobs that a tokenizer does not answer to another one."""
+        for tokenizer in self._pool.values():
+            late = [call for call, (_, due_ns) in tokenizer.calls.items() if due_ns <= now_ns]
+            for call in late:
+                self._again(tokenizer, call)
+
+    def _dispatch_encodes(self, now_ns: int) -> None:
+        held: list[EncodeJob] = []
+        while self._encodes:
+            job = self._encodes.popleft()
+            tokenizer = self._least_busy(self._for_encode(job))
+            if tokenizer is None:
+                held.append(job)
+                if job.chars < LONG_CHARS:
+                    break
+                continue  # shorter ones behind it need not wait
+            tokenizer.encoding += job.chars
+            due_ns = now_ns + RETRY_NS + int(10 * job.chars / CHARS_PER_NS)
+            message = Encode(self._call(tokenizer, job, due_ns), job.prompt, job.messages)
+            self._send(tokenizer.peer, message)
+        self._encodes.extendleft(reversed(held))
+
+    def _for_encode(self, job: EncodeJob) -> list[Tokenizer]:
+        pool = sorted(self._pool.values(), key=lambda tokenizer: tokenizer.name)
+        if job.chars >= LONG_CHARS and len(pool) > 1:
+            return pool[1:]
+        return pool
+
+    def _send_batch(self, tokenizer: Tokenizer, now_ns: int) -> None:
+        streams: list[tuple[Stream, int, bool]] = []
+        items = []
+        for number in list(self._dirty)[:BATCH_STREAMS]:
+            stream = self._dirty.pop(number)
+            if not stream.wants_decode:
+                continue
+            item = stream.decode_item()
+            stream.decoding = True
+            streams.append((stream, len(item.token_ids), item.flush))
+            items.append(item)
+        if items:
+            tokenizer.decoding += sum(count for _, count, _ in streams)
+            call = self._call(tokenizer, DecodeJob(streams), now_ns + RETRY_NS)
+            self._send(tokenizer.peer, Decode(call, tuple(items)))
+
+    def _least_busy(self, pool: Iterable[Tokenizer]) -> Tokenizer | None:
+        free = [tokenizer for tokenizer in pool if len(tokenizer.calls) < CALLS_MAX]
+        return min(free, key=lambda tokenizer: tokenizer.busy, default=None)
+
+    def _call(self, tokenizer: Tokenizer, job: EncodeJob | DecodeJob, due_ns: int) -> int:
+        self._last_call += 1
+        tokenizer.calls[self._last_call] = (job, due_ns)
+        return self._last_call
+
+    def _done(self, peer: bytes, call: int, kind: type) -> EncodeJob | DecodeJob | None:
+        for tokenizer in self._pool.values():
+            if tokenizer.peer == peer and isinstance(tokenizer.calls.get(call, (None,))[0], kind):
+                return self._forget(tokenizer, call)
+        return None
+
+    def _forget(self, tokenizer: Tokenizer, call: int) -> EncodeJob | DecodeJob:
+        job, _ = tokenizer.calls.pop(call)
+        if isinstance(job, EncodeJob):
+            tokenizer.encoding -= job.chars
+        else:
+            tokenizer.decoding -= sum(count for _, count, _ in job.streams)
+        return job
+
+    def _again(self, tokenizer: Tokenizer, call: int) -> None:
+        job = self._forget(tokenizer, call)
+        if isinstance(job, EncodeJob):
+            job.tries += 1
+            if job.tries < TRIES_MAX:
+                self._encodes.appendleft(job)
+            else:
+                self.failed.append(job)
+            return
+        for stream, _, _ in job.streams:
+            stream.decoding = False
+            self._retry(stream)
+
+    def _retry(self, stream: Stream) -> None:
+        stream.decode_tries += 1
+        if stream.decode_tries < TRIES_MAX:
+            self.decode(stream)
+        elif stream.final is None:
+            self.failed.append(stream)
