@@ -79,6 +79,7 @@ class Shell:
             on_supervisor=self.on_supervisor,
         )
         self.seat.close()
+        self.arena.close()
 
     # ------------------------------------------------------------ sockets
 

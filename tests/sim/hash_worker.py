@@ -128,7 +128,7 @@ class HashWorker:
         )
 
     def _write(self, table: list[int], start: int, kept: Ints) -> None:
-        for at in range(0, len(kept)):
+        for at in range(len(kept)):
             position = start + at
             self.blocks[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = kept[at]
 
