@@ -16,6 +16,12 @@ class PlainClient:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(f"ipc://{run_dir}/gateway.sock")
 
+    def __enter__(self) -> "PlainClient":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.socket.close()
+
     def send(self, **fields: Any) -> None:
         self.socket.send(msgpack.packb(fields))
 
@@ -40,7 +46,11 @@ class PlainClient:
 
 
 def test_generate_attach_abort_and_errors(run_dir: Path) -> None:
-    client = PlainClient(run_dir)
+    with PlainClient(run_dir) as client, PlainClient(run_dir) as other:
+        check(client, other)
+
+
+def check(client: PlainClient, other: PlainClient) -> None:
     client.send(type="Health", call=1)
     health = client.receive()
     assert (health["type"], health["call"], health["healthy"]) == ("HealthReply", 1, True)
@@ -53,7 +63,7 @@ def test_generate_attach_abort_and_errors(run_dir: Path) -> None:
     assert len(tokens) == 12 and final["finish_reason"] == "length" and text
     assert final["usage"]["completion_tokens"] == 12
 
-    other = PlainClient(run_dir)  # another client takes over in the middle of the stream
+    # Another client takes over in the middle of the stream.
     other.send(type="Attach", call=1, request_id=accepted["request_id"], offsets=[5])
     assert other.receive()["type"] == "Accepted"
     delta = other.receive()
