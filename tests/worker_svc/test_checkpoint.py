@@ -1,7 +1,9 @@
 """A checkpoint loads exactly, by slot; a defective one is refused with every defect named."""
 
 import json
+import resource
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from phalanx.kernels.reference import quant
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
+from phalanx.worker_svc.model.config import engram_table_rows
 from phalanx.worker_svc.model.fields import ConfigError
 from phalanx.worker_svc.model.shards import INDEX_NAME, CheckpointError
 from phalanx.worker_svc.model.writer import write_checkpoint
@@ -242,3 +245,49 @@ def test_one_file_without_an_index_is_a_checkpoint_too(copied: Path, weights: We
         file.unlink()
     save_file(stored(), copied / "model.safetensors")
     assert torch.equal(load_checkpoint(copied)["head"], weights["head"])
+
+
+def test_a_table_larger_than_memory_is_only_read_by_row(copied: Path) -> None:
+    """Both Engram tables become sparse files of 400 GB each; a row costs a page or two."""
+    config = json.loads((copied / "config.json").read_text())
+    vocab = 2_000_000_000
+    rows = engram_table_rows(vocab, layers=2, columns=6)
+    config["text_config"] |= {"engram_vocab_size": vocab, "engram_num_embeddings": rows}
+    (copied / "config.json").write_text(json.dumps(config))
+    tables = [f"layers.{layer}.engram.embed" for layer in (1, 4)]
+
+    def drop_tables(tensors: dict[str, Tensor]) -> None:
+        for table in tables:
+            tensors.pop(f"{table}.weight", None)
+            tensors.pop(f"{table}.scale", None)
+
+    for number, table in enumerate(tables):
+        edit_shard(copied, number + 1, drop_tables)
+        append_sparse(copied, f"table-{number}.safetensors", table, rows[number])
+    before = resident_bytes()
+    loaded = load_checkpoint(copied)
+    last = torch.tensor([0, rows[1] - 1])
+    assert loaded.engram_rows(4, last).tolist() == [[0.0] * 32] * 2
+    assert resident_bytes() - before < 100 << 20
+
+
+def append_sparse(directory: Path, file: str, at: str, rows: int) -> None:
+    """A shard with one Engram table of zeros that takes no room on disk."""
+    header = json.dumps(
+        {
+            f"{at}.weight": {"dtype": "F8_E4M3", "shape": [rows, 32], "data_offsets": [0, rows * 32]},
+            f"{at}.scale": {
+                "dtype": "F8_E8M0", "shape": [rows, 1], "data_offsets": [rows * 32, rows * 33],
+            },
+        }
+    ).encode()  # fmt: skip
+    with (directory / file).open("wb") as out:
+        out.write(struct.pack("<Q", len(header)) + header)
+        out.truncate(8 + len(header) + rows * 33)
+    index = json.loads((directory / INDEX_NAME).read_text())
+    index["weight_map"] |= {f"{at}.weight": file, f"{at}.scale": file}
+    (directory / INDEX_NAME).write_text(json.dumps(index))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -18,6 +18,10 @@ from phalanx.worker_svc.model.tensors import ITEM_BYTES, TensorSpec, tensor_spec
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER = 100 << 20
+# Writable, as torch wants its buffers, yet private. Without MAP_NORESERVE (0x4000 on Linux; Python
+# has no name for it) the kernel refuses a private mapping larger than the machine's memory.
+_PRIVATE = mmap.MAP_PRIVATE | 0x4000
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _SHOWN = 8  # names listed per kind of defect
 
 
@@ -43,7 +47,7 @@ class Shard:
         try:
             with path.open("rb") as file:
                 self.entries = _read_header(path, file)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(file.fileno(), 0, flags=_PRIVATE, prot=_READ_WRITE)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
