@@ -368,10 +368,12 @@ class Core:
             calls = list(queue)
             queue.clear()
             for call in calls:
-                if call.holder == event.holder:
-                    self._open.discard(call.call)
-                else:
+                if call.holder != event.holder:
                     queue.append(call)
+                elif isinstance(call, Put):
+                    self._decline(call, "the arena's owner is gone")
+                else:
+                    self._miss(call.call, "the arena's owner is gone")
 
     def _on_space(self, event: SpaceMeasured, now_ns: int) -> None:
         self.writer.free_bytes = event.free_bytes

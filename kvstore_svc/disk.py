@@ -26,7 +26,6 @@ from phalanx.kvstore_svc.layout import (
     encode_index,
     encode_segment_head,
 )
-from phalanx.protocol.errors import ConfigError
 
 STORE_FILE = "store"
 _SEGMENT_NAME = re.compile(r"seg-([0-9a-f]{16})\.kv")
@@ -39,30 +38,25 @@ _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 class Disk:
     """The directory of one store, locked against a second one.
 
-    Raises ConfigError when another process has it open or it cannot be used.
+    Raises OSError when it cannot be used, BlockingIOError when another store has it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._lock = -1
+        self._files: dict[int, int] = {}
+        self.direct = True  # until an open says otherwise
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(
                 directory / STORE_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
             )
-            self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ConfigError(f"kvstore.directory {directory}: {error.strerror}") from error
-        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._lock)
-            os.close(self._directory)
-            raise ConfigError(
-                f"kvstore.directory {directory} is in use by another store: give each node its own"
-            ) from error
-        self._files: dict[int, int] = {}
-        self.direct = True  # until an open says otherwise
-        self.store_id = self._identify()
+            self.store_id = self._identify()
+        except OSError:
+            self.close()
+            raise
 
     def _identify(self) -> bytes:
         """The store's id; a new one (which disowns all segments) when the file is not of this version."""
@@ -168,7 +162,8 @@ class Disk:
 
     def close(self) -> None:
         for descriptor in (*self._files.values(), self._directory, self._lock):
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         self._files.clear()
 
     # ---------------------------------------------------------------- descriptors

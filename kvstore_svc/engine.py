@@ -72,7 +72,10 @@ class Copier(Protocol):
 
 
 class Engine:
-    """A running store in `directory`. Raises ConfigError when the directory or the bounds are wrong."""
+    """A running store in `directory`.
+
+    Raises ConfigError when the bounds contradict each other, OSError when the directory cannot be used.
+    """
 
     def __init__(
         self,
@@ -80,14 +83,21 @@ class Engine:
         config: StoreConfig,
         copier: Copier,
         now_ns: Callable[[], int] = time.time_ns,
+        progress: Callable[[float], None] = lambda fraction: None,
+        wake: int | None = None,
     ) -> None:
-        self._copier, self._now_ns = copier, now_ns
+        config.check()
+        self._copier, self.now_ns = copier, now_ns
         self.disk = Disk(directory)
-        self.recovery: Recovery = recover(self.disk)
+        try:
+            self.recovery: Recovery = recover(self.disk, progress)
+        except OSError:
+            self.disk.close()
+            raise
         self.core = Core(config, self.disk.store_id, self.recovery.found, now_ns())
         self._frames = _Frames(config)
         self._done: SimpleQueue[Event | Exception] = SimpleQueue()
-        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable: a turn is due
+        self.wake = new_wake() if wake is None else wake  # readable: a turn is due
         self._reads: SimpleQueue[DiskAction | None] = SimpleQueue()
         self._writes: SimpleQueue[DiskAction | None] = SimpleQueue()
         self._threads = [
@@ -110,7 +120,7 @@ class Engine:
         while True:
             while not self._done.empty():
                 queue.append(self._take_done())
-            now_ns = self._now_ns()
+            now_ns = self.now_ns()
             actions: list[Action] = []
             while queue:
                 actions += self.core.handle(queue.popleft(), now_ns)
@@ -124,12 +134,16 @@ class Engine:
         """Sleep until disk work is done or the time is over: for callers without a poller."""
         select.select([self.wake], [], [], timeout_s)
 
+    @property
+    def idle(self) -> bool:
+        return self.core.idle and self._in_flight == 0
+
     def close(self, timeout_s: float = 10.0) -> list[Reply]:
         """Write and seal what is there, then stop. Answers that were still due are returned."""
         self.core.close()
         deadline = time.monotonic() + timeout_s
         replies = self.turn()
-        while not (self.core.idle and self._in_flight == 0) and time.monotonic() < deadline:
+        while not self.idle and time.monotonic() < deadline:
             self.wait(0.1)
             replies += self.turn()
         for thread in self._threads:
@@ -137,7 +151,6 @@ class Engine:
         for thread in self._threads:
             thread.join()
         self.disk.close()
-        os.close(self.wake)
         return replies
 
     # ---------------------------------------------------------------- the core's thread
@@ -243,6 +256,11 @@ class Engine:
         self.disk.write(action.segment, action.records[0][1].place.offset, buffers)
         if action.sync:
             self.disk.sync(action.segment)
+
+
+def new_wake() -> int:
+    """An event counter for a poller: readable when disk work is done. The caller closes it."""
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
 class _Frames:

@@ -87,7 +87,7 @@ class SpaceMeasured(Event, frozen=True):
 
 
 class HolderGone(Event, frozen=True):
-    """The arena's name is gone: its owner ended. Calls that wait for it are forgotten."""
+    """The arena's name is gone: its owner ended. Calls that wait with it are answered so."""
 
     holder: str
 

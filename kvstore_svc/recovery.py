@@ -3,7 +3,7 @@ others are scanned record by record and then sealed, so that a crash costs one s
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,14 +55,18 @@ class Recovery:
     discarded: int  # files without any record of this store and version
 
 
-def recover(files: SegmentFiles) -> Recovery:
+def recover(
+    files: SegmentFiles, progress: Callable[[float], None] = lambda fraction: None
+) -> Recovery:
     """Read all segments, oldest first. A file with bad sectors or without records is deleted.
 
     Raises OSError for what is not the file's fault (permissions, open files): nothing is deleted then.
     """
     found: list[Found] = []
     scanned = discarded = 0
-    for segment in sorted(files.segments()):
+    segments = sorted(files.segments())
+    for number, segment in enumerate(segments):
+        progress(number / len(segments))
         try:
             one, was_sealed = _read(files, segment)
         except OSError as error:

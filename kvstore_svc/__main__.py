@@ -1,0 +1,4 @@
+from phalanx.kvstore_svc.main import serve
+from phalanx.protocol.service import run
+
+run(serve)

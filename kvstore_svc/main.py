@@ -1,0 +1,228 @@
+"""The KV store's process: questions from the socket, bytes through shared memory, records on disk.
+
+A disk that cannot be opened never stops the node: puts are declined, gets miss, and it is tried again.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, assert_never
+
+from phalanx.kvstore_svc import events
+from phalanx.kvstore_svc.arenas import Arenas
+from phalanx.kvstore_svc.config import StoreConfig
+from phalanx.kvstore_svc.engine import Engine, Reply, new_wake
+from phalanx.kvstore_svc.layout import Kind
+from phalanx.protocol.codec import Decoder, call_of, encode
+from phalanx.protocol.errors import Code, DecodeError
+from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
+from phalanx.protocol.link import bind_router, receive_from, send_to
+from phalanx.protocol.messages import (
+    Contains,
+    ContainsReply,
+    Error,
+    Get,
+    GetDone,
+    KVReply,
+    KVRequest,
+    KVStats,
+    KVStatsReply,
+    Put,
+    PutDone,
+)
+from phalanx.protocol.rundir import KVSTORE_SOCKET, endpoint
+from phalanx.protocol.service import Service
+
+MESSAGES_PER_TURN = 256
+REOPEN_NS = 2_000_000_000  # a disk that could not be opened is tried again this often
+DRAIN_NS = 1_500_000_000  # for sealing at a clean stop; less than the time from SIGTERM to SIGKILL
+_KINDS = {"block": Kind.BLOCK, "state": Kind.STATE}
+
+
+def serve(service: Service) -> None:
+    store = Store(service)
+    service.ready()
+    # `wake` is a file descriptor: ZeroMQ's poller takes those too.
+    handlers: dict[Any, Callable[[], None]] = {store.socket: store.take, store.wake: store.work}
+    service.loop(handlers, store.tick, drained=store.drained)
+    store.close()
+
+
+class Store:
+    """The conversation with schedulers and workers; answers may go out turns after their question."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._log = service, service.log
+        config = service.config.kvstore
+        self._config = StoreConfig(config.max_bytes, config.free_floor_bytes)
+        self._config.check()
+        self._arenas = Arenas(service.config.node)
+        self._decoder = Decoder[KVRequest](KVRequest)
+        self._reopen_ns = self._drain_ns = 0
+        self._off = ""
+        self.wake = new_wake()
+        service.progress("recover")
+        self.engine = self._open(lambda fraction: service.progress("recover", fraction))
+        self.socket = bind_router(endpoint(service.run_dir, KVSTORE_SOCKET), BUS_MESSAGE_BYTES_MAX)
+
+    def take(self) -> None:
+        """Messages are there: a batch of them, so that their writes go out together."""
+        batch: list[events.Event] = []
+        for peer, frame in receive_from(self.socket, MESSAGES_PER_TURN):
+            try:
+                message = self._decoder.decode(frame)
+            except DecodeError as error:
+                self._send(peer, Error(call_of(frame), Code.BAD_REQUEST, str(error)))
+                continue
+            if self.engine is None:
+                self._send(peer, self._without_disk(message))
+            else:
+                self._sort(self.engine, peer, message, batch)
+        self._turn(batch)
+
+    def work(self) -> None:
+        """Disk work is done."""
+        self._turn([])
+
+    def tick(self, now_ns: int) -> float | None:
+        if self.engine is None and now_ns >= self._reopen_ns:
+            self._reopen_ns = now_ns + REOPEN_NS
+            self.engine = self._open(lambda fraction: self._service.beat())
+        gone = self._arenas.end_leases()
+        self._turn([events.HolderGone(name) for name in gone])
+        self._report()
+        return None
+
+    def drained(self, now_ns: int) -> bool:
+        """Told to stop: seal what is open, which spares the next start a scan, within the time left."""
+        if self.engine is None:
+            return True
+        self.engine.core.close()
+        self._drain_ns = self._drain_ns or now_ns + DRAIN_NS
+        return self.engine.idle or now_ns >= self._drain_ns
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close(timeout_s=0.1)
+        self._arenas.close()
+        self.socket.close()
+        os.close(self.wake)
+
+    # ---------------------------------------------------------------- one turn
+
+    def _sort(
+        self, engine: Engine, peer: bytes, message: KVRequest, batch: list[events.Event]
+    ) -> None:
+        """Answer a question at once, or turn it into an event of the batch."""
+        match message:
+            case Put():
+                call = (peer, message.call)
+                self._arenas.expect(call, message.handle)
+                batch.append(_put(call, message))
+            case Get():
+                call = (peer, message.call)
+                self._arenas.expect(call, message.handle)
+                handle = message.handle
+                batch.append(events.Get(call, message.key, handle.nbytes, handle.arena))
+            case Contains():
+                # Puts of this very batch count: they are in order before the question.
+                self._turn(batch)
+                batch.clear()
+                number = engine.core.prefix(message.keys, engine.now_ns())
+                self._send(peer, ContainsReply(message.call, number))
+            case KVStats():
+                self._send(peer, self._stats(engine, message.call))
+            case _:
+                assert_never(message)
+
+    def _turn(self, batch: list[events.Event]) -> None:
+        if self.engine is not None:
+            for reply in self.engine.turn(batch):
+                self._answer(reply)
+
+    def _answer(self, reply: Reply) -> None:
+        peer, call = reply.call
+        self._arenas.forget(reply.call)
+        match reply:
+            case events.PutReply():
+                self._send(peer, PutDone(call, reply.stored, reply.durable, reply.reason))
+            case events.GetReply():
+                self._send(peer, GetDone(call, reply.found, reply.nbytes, reply.reason))
+            case _:
+                assert_never(reply)
+
+    def _send(self, peer: bytes, message: KVReply) -> None:
+        # A peer that is gone or does not read loses the answer; it repeats what it still wants.
+        send_to(self.socket, peer, encode(message))
+
+    # ---------------------------------------------------------------- the disk comes and goes
+
+    def _open(self, progress: Callable[[float], None]) -> Engine | None:
+        directory = self._service.config.kv_dir
+        try:
+            engine = Engine(
+                directory, self._config, self._arenas, progress=progress, wake=self.wake
+            )
+        except OSError as error:
+            self._log.error("caching is off", directory=str(directory), error=str(error))
+            self._off = f"{directory}: {error.strerror}"
+            return None
+        found = engine.recovery
+        self._log.info(
+            "store open",
+            records=len(engine.core.index),
+            segments=len(found.found),
+            scanned=found.scanned,
+            discarded=found.discarded,
+            direct=engine.disk.direct,
+        )
+        return engine
+
+    def _without_disk(self, message: KVRequest) -> KVReply:
+        match message:
+            case Put(call):
+                return PutDone(call, stored=False, durable=False, reason=self._off)
+            case Get(call):
+                return GetDone(call, found=False, reason=self._off)
+            case Contains(call):
+                return ContainsReply(call, 0)
+            case KVStats(call):
+                return KVStatsReply(call, 0, 0, 0, 0, 0, 0, caching=False)
+            case _:
+                assert_never(message)
+
+    def _stats(self, engine: Engine, call: int) -> KVStatsReply:
+        s = engine.core.stats(engine.now_ns())
+        return KVStatsReply(
+            call,
+            s.records,
+            s.bytes,
+            s.hits,
+            s.misses,
+            s.corrupt,
+            s.evicted,
+            caching=not s.off,
+            puts=s.puts,
+        )
+
+    def _report(self) -> None:
+        """Tell the operator when caching stops and when it works again."""
+        if self.engine is None:
+            return
+        off = self.engine.core.writer.off
+        if off != self._off:
+            self._off = off
+            self._log.warning("caching is off", reason=off) if off else self._log.info(
+                "caching is on"
+            )
+
+
+def _put(call: events.Call, message: Put) -> events.Put:
+    return events.Put(
+        call,
+        message.key,
+        _KINDS[message.kind],
+        message.handle.nbytes,
+        message.ack == "disk",
+        message.ttl_s,
+        message.handle.arena,
+    )
