@@ -163,8 +163,9 @@ def run(serve: Callable[[Service], None]) -> None:
             log.exception("crashed")
             sys.stderr.flush()
             os._exit(ExitCode.INTERNAL)  # no cleanup: shared state may be what is broken
-        log.info("stopped")
         service.close()
+        log.info("stopped")
+        os._exit(ExitCode.OK)  # everything is closed; unloading libraries would only cost time
 
     command()
 
