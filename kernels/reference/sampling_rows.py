@@ -47,6 +47,7 @@ class RowParams:
     min_tokens: int = 0
     first_n_no_eos: int = 0
     output_ids: Sequence[int] = ()  # tokens made so far, without the prompt; drafts before it too
+    num_outputs: int | None = None  # len(output_ids); given, a row without penalties may list none
     stop_ids: Sequence[int] = ()
     bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
     blocked_ids: Sequence[int] = ()
@@ -110,7 +111,9 @@ class SamplingRows:
             repetition_penalty=floats([row.repetition_penalty for row in rows], torch.float32),
             presence_penalty=floats([row.presence_penalty for row in rows], torch.float32),
             frequency_penalty=floats([row.frequency_penalty for row in rows], torch.float32),
-            num_outputs=ints([len(row.output_ids) for row in rows]),
+            num_outputs=ints(
+                [len(r.output_ids) if r.num_outputs is None else r.num_outputs for r in rows]
+            ),
             min_tokens=ints([row.min_tokens for row in rows]),
             first_n_no_eos=ints([row.first_n_no_eos for row in rows]),
             outputs=Ragged.of([row.output_ids for row in rows], torch.int64),

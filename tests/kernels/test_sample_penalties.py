@@ -114,6 +114,12 @@ def test_min_tokens_bans_end_and_stop_until_reached() -> None:
     assert [banned(no_end_first, n) for n in range(3)] == [[2], [], []]  # stop ids stay legal
 
 
+def test_outputs_may_be_counted_without_being_listed() -> None:
+    rows = [RowParams(num_outputs=n, min_tokens=2) for n in range(4)]
+    edited = edit_logits(torch.zeros(4, VOCAB), SamplingRows.of(rows, eos_id=EOS), None)
+    assert (edited[:, EOS] == -INF).tolist() == [True, True, False, False]
+
+
 @given(st.integers(1, 100), st.integers(0, 2**32 - 1))
 def test_bitmask_unpacks_bit_by_bit(vocab: int, data_seed: int) -> None:
     words = np.random.default_rng(data_seed).integers(
