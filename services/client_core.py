@@ -1,0 +1,507 @@
+"""What a client of the gateway must remember so that no token is lost or doubled. Pure.
+
+The rules, which a client in any language may follow (`docs/protocol.md`):
+
+* Every Generate carries a key of its own and is repeated until it is answered; with the same key it
+  is the same request, so repeating is harmless and a gateway that died in between loses nothing.
+* Deltas are taken in order of their offsets: older ones are dropped, a gap leads to an Attach at the
+  offset reached. A gateway with a new incarnation gets an Attach for every open request.
+* A Health question every second tells both: that the gateway is there, and which one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import cast
+
+import msgspec
+
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.errors import Code, DecodeError, PhalanxError, Refused
+from phalanx.protocol.limits import MESSAGE_BYTES_MAX
+from phalanx.protocol.messages import (
+    Abort,
+    Accepted,
+    Attach,
+    ChatMessage,
+    ClientMessage,
+    ClientReply,
+    Delta,
+    Done,
+    Error,
+    Final,
+    FinishReason,
+    Generate,
+    Health,
+    HealthReply,
+    Sampling,
+    Stats,
+    StatsReply,
+    TokenLogprobs,
+    Usage,
+)
+
+MS = 1_000_000
+PING_NS = 1_000 * MS
+SCAN_NS = 50 * MS  # how often timers are looked at: thousands of requests share one client
+REPEAT_NS_MIN, REPEAT_NS_MAX = 5_000 * MS, 60_000 * MS  # of unanswered and of quiet requests
+REATTACH_NS = 50 * MS  # a gap is asked for again not before
+WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
+
+
+class RequestTimeout(PhalanxError):
+    """The request did not end in time; it was aborted."""
+
+
+class GatewaySilent(PhalanxError):
+    """Nothing was heard from the gateway for too long."""
+
+
+class NoNode(PhalanxError):
+    """No node is running in this run directory."""
+
+
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One request: a text, token ids or chat messages, and how to go on from there."""
+
+    prompt: Prompt
+    sampling: Sampling = field(default_factory=Sampling)
+    n: int = 1
+    stream: bool = True
+    model: str = ""
+    key: str = ""  # drawn when empty
+
+    def message(self, key: str) -> Generate:
+        """Without a call yet. Raises TypeError when the prompt is none of the three."""
+        text, ids, chat = None, None, None
+        if isinstance(self.prompt, str):
+            text = self.prompt
+        elif any(isinstance(part, ChatMessage) for part in self.prompt):
+            chat = cast(tuple[ChatMessage, ...], tuple(self.prompt))
+        else:
+            ids = tuple(index(cast(int, token)) for token in self.prompt)
+        return Generate(
+            0,
+            text,
+            ids,
+            chat,
+            sampling=self.sampling,
+            n=self.n,
+            stream=self.stream,
+            model=self.model,
+            key=key,
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished sequence, or a request that was refused (`request_id` is empty then)."""
+
+    request_id: str
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    seed: int
+    ttft_ms: float | None  # from the call to the first token; None without one
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    code: Code | None = None
+    error: str = ""
+    retry_after_ms: int = 0
+
+
+@dataclass(eq=False)
+class Received:
+    """One sequence of a flow, as far as received."""
+
+    base: int = 0  # the offset of its first token here: above 0 after an Attach further on
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    first_ns: int | None = None
+    final: Final | None = None
+
+    @property
+    def offset(self) -> int:
+        return self.base + len(self.token_ids)
+
+
+@dataclass(eq=False)
+class Flow:
+    """One request on its way."""
+
+    generate: Generate | None  # None: attached to a request that somebody else started
+    started_ns: int
+    deadline_ns: int | None
+    wait_overloaded: bool
+    n: int
+    request_id: str = ""
+    bases: tuple[int, ...] = ()  # where an attached flow begins
+    seed: int = 0
+    prompt_tokens: int = 0
+    accepted: bool = False
+    aborting: bool = False
+    sequences: list[Received] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)  # indices of finished sequences, as they end
+    keep_events: bool = True
+    events: deque[Delta | Final] = field(default_factory=deque)
+    error: PhalanxError | None = None
+    calls: list[int] = field(default_factory=list)
+    repeat_at_ns: int = 0
+    repeat_ns: int = REPEAT_NS_MIN
+    attach_at_ns: int = 0  # a gap is asked for not before
+    on_event: Callable[[], None] = lambda: None
+
+    @property
+    def done(self) -> bool:
+        if self.error is not None:
+            return True
+        return bool(self.sequences) and all(s.final is not None for s in self.sequences)
+
+    def results(self) -> list[Result]:
+        """The sequences that have ended."""
+        return [self.result(index) for index in sorted(self.ended)]
+
+    def result(self, index: int) -> Result:
+        s = self.sequences[index]
+        assert s.final is not None
+        ttft_ms = None if s.first_ns is None else (s.first_ns - self.started_ns) / MS
+        return Result(
+            self.request_id,
+            index,
+            "".join(s.texts) + s.final.text,
+            tuple(s.token_ids),
+            s.final.finish_reason,
+            s.final.usage,
+            self.seed,
+            ttft_ms,
+            tuple(s.logprobs),
+            s.final.code,
+            s.final.error,
+        )
+
+
+@dataclass(eq=False)
+class Question:
+    """A call with one answer."""
+
+    message: Abort | Stats | Health
+    reply: StatsReply | HealthReply | Done | Error | None = None
+    repeat_at_ns: int = 0
+    on_event: Callable[[], None] = lambda: None
+
+
+class ClientCore:
+    """Frames and time in; frames out (`outgoing`), flows and questions filled.
+
+    Args:
+        draw_key: Draws an idempotency key nobody else draws.
+        silence_ns: With something open and nothing heard for this long, everything open fails.
+    """
+
+    def __init__(self, draw_key: Callable[[], str], silence_ns: int) -> None:
+        self._draw_key = draw_key
+        self._silence_ns = silence_ns
+        self._decoder = Decoder[ClientReply](ClientReply)
+        self._last_call = 0
+        self._flows: dict[int, Flow] = {}  # by each call that is about it
+        self._by_request: dict[str, Flow] = {}
+        self._open: dict[int, Flow] = {}  # by id()
+        self._questions: dict[int, Question] = {}
+        self._incarnation = 0
+        self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
+        self._ping_at_ns = 0
+        self._scan_at_ns = 0
+        self.outgoing: deque[bytes] = deque()
+
+    # --- calls ---
+
+    def generate(
+        self, spec: Spec, now_ns: int, timeout_ns: int | None, wait_overloaded: bool = False
+    ) -> Flow:
+        """Raises Refused when the request cannot be put into a message at all."""
+        try:
+            message = spec.message(spec.key or self._draw_key())
+        except TypeError as error:
+            raise Refused(
+                Code.BAD_REQUEST, f"the prompt is no text, ids or chat: {error}"
+            ) from error
+        deadline_ns = None if timeout_ns is None else now_ns + timeout_ns
+        flow = Flow(message, now_ns, deadline_ns, wait_overloaded, spec.n)
+        self._begin(flow, now_ns)
+        try:
+            self._send_generate(flow, now_ns)
+        except Refused:
+            self._close(flow)
+            raise
+        return flow
+
+    def attach(
+        self, request_id: str, offsets: Sequence[int], now_ns: int, timeout_ns: int | None
+    ) -> Flow:
+        """Take over a request. Its deltas begin at the offsets; so do the results' tokens."""
+        deadline_ns = None if timeout_ns is None else now_ns + timeout_ns
+        bases = tuple(offsets)
+        flow = Flow(None, now_ns, deadline_ns, False, 0, request_id=request_id, bases=bases)
+        self._begin(flow, now_ns)
+        self._by_request[request_id] = flow
+        self._send_attach(flow, now_ns)
+        return flow
+
+    def abort(self, flow: Flow, now_ns: int) -> None:
+        """End the request; its finals say `abort` unless it was faster."""
+        if not flow.done and not flow.aborting:
+            flow.aborting = True
+            if flow.accepted:
+                self._send(Abort(self._call(flow), flow.request_id))
+
+    def ask(self, make: Callable[[int], Abort | Stats | Health], now_ns: int) -> Question:
+        self._last_call += 1
+        question = Question(make(self._last_call), repeat_at_ns=now_ns + PING_NS)
+        self._questions[self._last_call] = question
+        self._expect_life(now_ns)
+        self._send(question.message)
+        return question
+
+    def forget(self, question: Question) -> None:
+        self._questions.pop(question.message.call, None)
+
+    def drop(self, flow: Flow) -> None:
+        """Nobody reads this flow any more."""
+        self._close(flow)
+
+    def fail_all(self, error: PhalanxError) -> None:
+        """The connection itself is broken."""
+        for flow in list(self._open.values()):
+            self._fail(flow, error)
+        for question in list(self._questions.values()):
+            question.on_event()
+
+    # --- events ---
+
+    def on_frame(self, frame: bytes, now_ns: int) -> None:
+        try:
+            message = self._decoder.decode(frame)
+        except DecodeError:
+            return  # of a newer gateway: what we do know goes on
+        self._heard_ns = now_ns
+        match message:
+            case Delta() | Final():
+                flow = self._by_request.get(message.request_id)
+                if flow is not None and not flow.done:
+                    self._take(flow, message, now_ns)
+            case Accepted():
+                if (flow := self._flows.get(message.call)) is not None:
+                    self._on_accepted(flow, message, now_ns)
+            case Error():
+                self._on_error(message, now_ns)
+            case HealthReply() | StatsReply() | Done():
+                if isinstance(message, HealthReply):
+                    self._on_incarnation(message.gateway_incarnation, now_ns)
+                self._answer(message)
+
+    def poll(self, now_ns: int) -> None:
+        """Timers. Call it before sending what is `outgoing`, and no later than `next_ns`."""
+        if now_ns < self._scan_at_ns:
+            return
+        self._scan_at_ns = now_ns + SCAN_NS
+        for flow in list(self._open.values()):
+            if flow.deadline_ns is not None and now_ns >= flow.deadline_ns:
+                self._time_out(flow, now_ns)
+            elif now_ns >= flow.repeat_at_ns:
+                flow.repeat_ns = min(2 * flow.repeat_ns, REPEAT_NS_MAX)
+                self._repeat(flow, now_ns)
+        for question in self._questions.values():
+            if now_ns >= question.repeat_at_ns:
+                question.repeat_at_ns = now_ns + PING_NS
+                self._send(question.message)
+        if not self._open:
+            if not self._questions:
+                self._heard_ns = None
+            return
+        if now_ns >= self._ping_at_ns:
+            self._ping_at_ns = now_ns + PING_NS
+            self._last_call += 1
+            self._send(Health(self._last_call))
+        if self._heard_ns is not None and now_ns - self._heard_ns >= self._silence_ns:
+            silent_s = (now_ns - self._heard_ns) / 1e9
+            for flow in list(self._open.values()):
+                self._fail(flow, GatewaySilent(f"the gateway was silent for {silent_s:.1f} s"))
+
+    def next_ns(self) -> int | None:
+        """When `poll` is due; None: nothing is open."""
+        return self._scan_at_ns if self._open or self._questions else None
+
+    # --- inside ---
+
+    def _begin(self, flow: Flow, now_ns: int) -> None:
+        self._open[id(flow)] = flow
+        flow.repeat_at_ns = now_ns + flow.repeat_ns
+        self._expect_life(now_ns)
+
+    def _expect_life(self, now_ns: int) -> None:
+        if self._heard_ns is None:
+            self._heard_ns = now_ns
+
+    def _call(self, flow: Flow) -> int:
+        self._last_call += 1
+        self._flows[self._last_call] = flow
+        flow.calls.append(self._last_call)
+        return self._last_call
+
+    def _send(self, message: ClientMessage) -> None:
+        try:
+            frame = encode(message)
+        except (UnicodeEncodeError, OverflowError, TypeError) as error:
+            raise Refused(Code.BAD_REQUEST, f"the request cannot be sent: {error}") from error
+        if len(frame) > MESSAGE_BYTES_MAX:
+            raise Refused(
+                Code.TOO_LARGE,
+                f"the request takes {len(frame)} bytes, a message at most {MESSAGE_BYTES_MAX}",
+            )
+        self.outgoing.append(frame)
+
+    def _send_generate(self, flow: Flow, now_ns: int) -> None:
+        assert flow.generate is not None
+        if not flow.generate.call:
+            call = self._call(flow)
+            flow.generate = msgspec.structs.replace(flow.generate, call=call)
+        flow.repeat_at_ns = now_ns + flow.repeat_ns
+        self._send(flow.generate)
+
+    def _send_attach(self, flow: Flow, now_ns: int) -> None:
+        flow.attach_at_ns = now_ns + REATTACH_NS
+        flow.repeat_at_ns = now_ns + flow.repeat_ns
+        offsets = tuple(s.offset for s in flow.sequences) or flow.bases
+        self._send(Attach(self._call(flow), flow.request_id, offsets))
+
+    def _repeat(self, flow: Flow, now_ns: int) -> None:
+        if flow.aborting and flow.accepted:
+            self._send(Abort(self._call(flow), flow.request_id))
+        if flow.accepted or flow.generate is None:
+            self._send_attach(flow, now_ns)
+        else:
+            self._send_generate(flow, now_ns)
+
+    def _on_accepted(self, flow: Flow, message: Accepted, now_ns: int) -> None:
+        if flow.done:
+            return
+        if not flow.sequences:
+            bases = [*flow.bases, *([0] * message.n)][: message.n]
+            flow.sequences = [Received(base) for base in bases]
+        flow.accepted, flow.seed, flow.n = True, message.seed, message.n
+        flow.prompt_tokens = message.prompt_tokens
+        if flow.request_id != message.request_id:
+            self._by_request.pop(flow.request_id, None)
+            flow.request_id = message.request_id
+        self._by_request[flow.request_id] = flow
+        flow.repeat_at_ns = now_ns + flow.repeat_ns
+        if flow.aborting:
+            self._send(Abort(self._call(flow), flow.request_id))
+        flow.on_event()
+
+    def _take(self, flow: Flow, message: Delta | Final, now_ns: int) -> None:
+        if not 0 <= message.index < len(flow.sequences):
+            return
+        sequence = flow.sequences[message.index]
+        have = sequence.offset
+        if sequence.final is not None:
+            return
+        flow.repeat_ns = REPEAT_NS_MIN
+        flow.repeat_at_ns = now_ns + flow.repeat_ns
+        if message.offset > have:
+            self._mend(flow, now_ns)
+        elif isinstance(message, Final):
+            sequence.final = message
+            flow.ended.append(message.index)
+            self._event(flow, message)
+            if flow.done:
+                self._close(flow)
+        elif message.offset == have:
+            if sequence.first_ns is None and message.token_ids:
+                sequence.first_ns = now_ns
+            sequence.token_ids.extend(message.token_ids)
+            sequence.texts.append(message.text)
+            sequence.logprobs.extend(message.logprobs)
+            self._event(flow, message)
+        elif message.offset + len(message.token_ids) > have:
+            self._mend(flow, now_ns)  # part of it is known; the text cannot be cut at a token
+
+    def _event(self, flow: Flow, message: Delta | Final) -> None:
+        if flow.keep_events:
+            flow.events.append(message)
+        if flow.keep_events or isinstance(message, Final):
+            flow.on_event()
+
+    def _mend(self, flow: Flow, now_ns: int) -> None:
+        if now_ns >= flow.attach_at_ns:
+            self._send_attach(flow, now_ns)
+        else:
+            flow.repeat_at_ns = min(flow.repeat_at_ns, flow.attach_at_ns)
+
+    def _on_error(self, error: Error, now_ns: int) -> None:
+        flow = self._flows.get(error.call)
+        if flow is None:
+            self._answer(error)
+        elif not flow.done:
+            self._refused(flow, error, now_ns)
+
+    def _refused(self, flow: Flow, error: Error, now_ns: int) -> None:
+        if error.code is Code.UNKNOWN_REQUEST and flow.generate is not None:
+            # The node has forgotten it. The stream is a function of the request and its seed.
+            if flow.aborting:
+                self._fail(flow, Refused(error.code, error.message))
+                return
+            sampling = msgspec.structs.replace(flow.generate.sampling, seed=flow.seed)
+            flow.generate = msgspec.structs.replace(flow.generate, call=0, sampling=sampling)
+            flow.accepted = False
+            self._send_generate(flow, now_ns)
+        elif flow.accepted:
+            pass  # of a repeated question; what was accepted ends with its finals
+        elif flow.wait_overloaded and error.code in (Code.OVERLOADED, Code.NOT_READY):
+            wait_ns = error.retry_after_ms * MS or WAIT_OVERLOADED_NS
+            flow.repeat_ns = REPEAT_NS_MIN // 2  # doubled when it is repeated
+            flow.repeat_at_ns = now_ns + wait_ns
+        else:
+            self._fail(flow, Refused(error.code, error.message, error.retry_after_ms))
+
+    def _answer(self, message: StatsReply | HealthReply | Done | Error) -> None:
+        question = self._questions.pop(message.call, None)
+        if question is not None:
+            question.reply = message
+            question.on_event()
+
+    def _on_incarnation(self, incarnation: int, now_ns: int) -> None:
+        known, self._incarnation = self._incarnation, incarnation
+        for flow in list(self._open.values()):
+            # Without a gateway known so far, one that did not answer at once may have died meanwhile.
+            stale = known == 0 and not flow.accepted and now_ns - flow.started_ns > PING_NS // 2
+            if stale or known not in (0, incarnation):
+                self._repeat(flow, now_ns)
+
+    def _time_out(self, flow: Flow, now_ns: int) -> None:
+        if flow.accepted:
+            self._send(Abort(self._call(flow), flow.request_id))
+        waited_s = (now_ns - flow.started_ns) / 1e9
+        got = sum(len(s.token_ids) for s in flow.sequences)
+        self._fail(
+            flow, RequestTimeout(f"the request took more than {waited_s:.1f} s, {got} tokens came")
+        )
+
+    def _fail(self, flow: Flow, error: PhalanxError) -> None:
+        flow.error = error
+        self._close(flow)
+        flow.on_event()
+
+    def _close(self, flow: Flow) -> None:
+        self._open.pop(id(flow), None)
+        for call in flow.calls:
+            self._flows.pop(call, None)
+        if self._by_request.get(flow.request_id) is flow:
+            del self._by_request[flow.request_id]
