@@ -1,0 +1,217 @@
+"""`phalanx generate`: prompts in, text out; streamed for people, a line a sequence for programs."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+from rich.text import Text
+
+from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError
+from phalanx.protocol.messages import Delta, Usage
+from phalanx.services.client import Client, RequestTimeout, Result, Spec
+from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
+from phalanx.supervisor.commands.common import (
+    console,
+    errors,
+    finish,
+    json_option,
+    print_json,
+    run_dir_option,
+)
+from phalanx.supervisor.commands.prompts import BadLine, parse_file, parse_texts
+
+_BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
+
+
+@click.command()
+@click.argument("texts", nargs=-1)
+@click.option(
+    "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="JSONL: a request a line."
+)
+@click.option("--max-tokens", type=int, default=None)
+@click.option("--temperature", type=float, default=None, help="0 is greedy.")
+@click.option("--top-p", type=float, default=None)
+@click.option("--top-k", type=int, default=None)
+@click.option("--seed", type=int, default=None, help="Drawn and reported when absent.")
+@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
+@click.option("--ignore-eos", is_flag=True, default=None)
+@click.option("--n", type=int, default=None, help="Sequences of each prompt.")
+@click.option("--no-stream", is_flag=True, help="Fetch each sequence whole.")
+@click.option("--timeout", type=float, default=None, help="Seconds for each request.")
+@run_dir_option
+@json_option
+def generate(
+    texts: tuple[str, ...],
+    prompts: Path | None,
+    no_stream: bool,
+    timeout: float | None,
+    run_dir: Path | None,
+    as_json: bool,
+    **sampling: Any,
+) -> None:
+    """Generate from TEXT... or from a file of requests.
+
+    \b
+    A line of the file is {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [...]},
+    with any sampling field beside it. Options are defaults for lines that do not say.
+    """
+    if bool(texts) == (prompts is not None):
+        raise click.UsageError("give prompts on the command line or --prompts FILE, one of the two")
+    defaults = {name: value for name, value in sampling.items() if value not in (None, ())}
+    stream = not no_stream
+    if prompts is not None:
+        requests = parse_file(prompts, defaults, stream)
+    else:
+        requests = parse_texts(texts, defaults, stream)
+    if not requests:
+        raise ConfigError(f"{prompts} holds no request")
+    with open_client(find_run_dir(run_dir)) as client:
+        if as_json or prompts is not None or no_stream:
+            worst = _run_batch(client, requests, timeout, as_json)
+        else:
+            worst = run_live(client, requests, timeout)
+    if worst:
+        finish(worst)
+
+
+def open_client(run_dir: Path) -> Client:
+    if not is_running(run_dir):
+        raise NoNode(run_dir)
+    return Client(run_dir)
+
+
+def document(position: int, result: Result) -> dict[str, Any]:
+    """One finished sequence as contract for programs."""
+    row: dict[str, Any] = {
+        "request_id": result.request_id,
+        "position": position,
+        "index": result.index,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "usage": result.usage,
+        "seed": result.seed,
+        "ttft_ms": None if result.ttft_ms is None else round(result.ttft_ms, 2),
+        "error": result.error or None,
+        "code": result.code,
+    }
+    if result.logprobs:
+        row["logprobs"] = result.logprobs
+    return row
+
+
+def _results(
+    client: Client, requests: list[Spec | BadLine], timeout: float | None
+) -> Iterator[tuple[int, Result]]:
+    """Results by input position as they come; a line that is no request is a result at once."""
+    positions = [i for i, request in enumerate(requests) if isinstance(request, Spec)]
+    for position, request in enumerate(requests):
+        if isinstance(request, BadLine):
+            yield position, _refused(request.text)
+    specs = [request for request in requests if isinstance(request, Spec)]
+    for number, result in client.generate_many(specs, timeout=timeout):
+        yield positions[number], result
+
+
+def _refused(text: str) -> Result:
+    return Result("", 0, "", (), "error", Usage(0, 0), 0, None, code=Code.BAD_REQUEST, error=text)
+
+
+def _run_batch(
+    client: Client, requests: list[Spec | BadLine], timeout: float | None, as_json: bool
+) -> int:
+    worst, tokens, started = 0, 0, time.monotonic()
+    expected = sum(request.n if isinstance(request, Spec) else 1 for request in requests)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    show = errors.is_terminal and len(requests) > 1
+    with Progress(*columns, console=errors, disable=not show) as progress:
+        task = progress.add_task("sequences", total=expected)
+        for position, result in _results(client, requests, timeout):
+            worst = max(worst, _exit_code(result))
+            tokens += len(result.token_ids)
+            if as_json:
+                print_json(document(position, result))
+            else:
+                _print_result(position, result)
+            progress.advance(task)
+    if not as_json:
+        seconds = time.monotonic() - started
+        errors.print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+    return worst
+
+
+def _print_result(position: int, result: Result) -> None:
+    name = f"{position}" if result.index == 0 else f"{position}.{result.index}"
+    if result.error:
+        console.print(f"[bold]{name}[/] [red]{result.finish_reason}[/]: {result.error}")
+    else:
+        console.print(f"[bold]{name}[/] ({result.finish_reason})", end=" ")
+        console.print(Text(result.text))
+
+
+def _exit_code(result: Result) -> int:
+    if not result.error:
+        return 0
+    if result.code in _BAD_INPUT:
+        return ExitCode.BAD_INPUT
+    return ExitCode.UNHEALTHY
+
+
+def run_live(client: Client, requests: list[Spec | BadLine], timeout: float | None) -> int:
+    """Several streams at once, growing on the terminal."""
+    worst, started = 0, time.monotonic()
+    board = Board(requests)
+    streams = {
+        position: client.generate(request, timeout=timeout)
+        for position, request in enumerate(requests)
+        if isinstance(request, Spec)
+    }
+    tokens = 0
+    live = Live(board, console=console, refresh_per_second=12) if console.is_terminal else None
+    with live or contextlib.nullcontext():
+        for position, stream in streams.items():
+            try:
+                for event in stream:
+                    board.add(position, event.index, event.text)
+                    if isinstance(event, Delta):
+                        tokens += len(event.token_ids)
+            except RequestTimeout as error:
+                raise NoAnswer(str(error)) from error
+            except PhalanxError as error:
+                board.fail(position, str(error))
+                bad = getattr(error, "code", None) in _BAD_INPUT
+                worst = max(worst, ExitCode.BAD_INPUT if bad else ExitCode.UNHEALTHY)
+    if live is None:
+        console.print(board)
+    seconds = time.monotonic() - started
+    errors.print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+    return worst
+
+
+class Board:
+    """The prompts and what came of them so far."""
+
+    def __init__(self, requests: list[Spec | BadLine]) -> None:
+        self._lines: dict[tuple[int, int], Text] = {}
+        for position, request in enumerate(requests):
+            if isinstance(request, BadLine):
+                self.fail(position, request.text)
+                continue
+            for index in range(request.n):
+                self._lines[position, index] = Text(str(request.prompt), style="bold")
+
+    def add(self, position: int, index: int, text: str) -> None:
+        self._lines[position, index].append(text, style="not bold")
+
+    def fail(self, position: int, text: str) -> None:
+        line = self._lines.setdefault((position, 0), Text())
+        line.append(f" {text}", style="red")
+
+    def __rich__(self) -> RenderableType:
+        return Group(*self._lines.values())
