@@ -57,6 +57,7 @@ FINAL_REPEAT_NS = 10**9  # a final that the gateway has not acknowledged is said
 REPEATS_PER_TURN = 64
 ENDED_MAX = 16_384  # ended and acknowledged ones remembered, so that a late Submit starts nothing
 LOAD_PERIOD_NS = 50 * 10**6  # SeatLoad at most this often, but for a change of `accepting`
+LOAD_REPEAT_NS = 10**9  # and at least this often: one that was lost must not idle the seat
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -193,14 +194,15 @@ class Scheduler:
         """Sequences that have not ended."""
         return len(self.rank.waiting) + self.rank.num_running
 
-    def wait_ms(self, now_ns: int) -> float | None:
-        """How long nothing is due, unless an event comes. None: for ever."""
+    def wait_ms(self, now_ns: int) -> float:
+        """How long nothing is due, unless an event comes."""
         if self.store is not None and self.store.busy:
             return 0.0
-        due = [ns for ns, _ in list(self._repeats)[:1]]
-        if self._load_differs():
-            due.append(self._load_ns + LOAD_PERIOD_NS)
-        return max(0.0, (min(due) - now_ns) / 1e6) if due else None
+        period = LOAD_REPEAT_NS if self._load == self._current_load() else LOAD_PERIOD_NS
+        due_ns = self._load_ns + period
+        if self._repeats:
+            due_ns = min(due_ns, self._repeats[0][0])
+        return max(0.0, (due_ns - now_ns) / 1e6)
 
     # ------------------------------------------------------------ the gateway
 
@@ -449,9 +451,6 @@ class Scheduler:
             self.worker.worker_incarnation if self.worker is not None else 0,
         )
 
-    def _load_differs(self) -> bool:
-        return self._load != self._current_load()
-
     def _report_load(self, now_ns: int) -> None:
         load, last = self._current_load(), self._load
         if (
@@ -461,7 +460,8 @@ class Scheduler:
         ):
             due = True
         else:
-            due = load != last and now_ns - self._load_ns >= LOAD_PERIOD_NS
+            period = LOAD_REPEAT_NS if load == last else LOAD_PERIOD_NS
+            due = now_ns - self._load_ns >= period
         if due:
             self._load, self._load_ns = load, now_ns
             self._say(load)

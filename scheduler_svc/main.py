@@ -148,9 +148,7 @@ class Shell:
         due_ms = (self._hello_due_ns - now_ns) / 1e6
         if self.seat.expects_hello:
             due_ms = min(due_ms, HELLO_WAIT_MS)
-        if (core_ms := self.core.wait_ms(now_ns)) is not None:
-            due_ms = min(due_ms, core_ms)
-        return max(0.0, due_ms)
+        return max(0.0, min(due_ms, self.core.wait_ms(now_ns)))
 
     def _serve_worker(self, start_ns: int) -> None:
         """Steps, for one slice of time: sleep until the result, commit it, send the next plan."""

@@ -17,6 +17,7 @@ from phalanx.protocol.steps import NewSequence, StepPlan, StepResult, WorkerHell
 
 WINDOW, SPARE = 128, 6
 VOCAB, EOS = 61, 1
+MAX_MODEL_LEN = 700
 NOTHING = -7  # what memory holds that nobody wrote
 Ints = npt.NDArray[np.int64]
 
@@ -49,7 +50,7 @@ class HashWorker:
         incarnation: int,
         num_blocks: int,
         num_slots: int,
-        max_model_len: int,
+        max_model_len: int = MAX_MODEL_LEN,
         *,
         ring: int = WINDOW + SPARE,
         num_snapshots: int = 2,
@@ -128,9 +129,8 @@ class HashWorker:
         )
 
     def _write(self, table: list[int], start: int, kept: Ints) -> None:
-        for at in range(len(kept)):
-            position = start + at
-            self.blocks[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = kept[at]
+        positions = np.arange(start, start + len(kept))
+        self.blocks[np.array(table)[positions // BLOCK_SIZE], positions % BLOCK_SIZE] = kept
 
     def _write_ring(self, slot: int, start: int, kept: Ints) -> None:
         last = kept[-self.ring :]

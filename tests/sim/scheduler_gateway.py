@@ -1,0 +1,260 @@
+"""A model of the gateway for the scheduler's simulator: requests, attempts, resends, moves, finals.
+
+It keeps the promises that the real one makes on the bus and no others: commands are repeated until
+answered, tokens of a seat or attempt that is over are dropped, a lost seat's sequences are placed
+anew with the tokens that arrived.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.messages import (
+    AbortSequence,
+    BusFromGateway,
+    BusToGateway,
+    Done,
+    FinalSeen,
+    FinishReason,
+    ListSequences,
+    Refusal,
+    Resend,
+    Sampling,
+    SeatLoad,
+    SequenceList,
+    Submit,
+    Submitted,
+    Tokens,
+    TokensItem,
+)
+from sim.hash_worker import EOS, MAX_MODEL_LEN, fault_free
+
+RETRY_NS = 40_000_000
+Send = Callable[[int, BusFromGateway], None]  # (seat, message)
+After = Callable[[int, Callable[[], None]], None]  # (delay_ns, what then)
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence as its client sees it."""
+
+    request_id: str
+    index: int
+    prompt: list[int]
+    sampling: Sampling
+    outputs: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # as far as asked for
+    attempt: int = -1
+    seat: int = -1
+    placed: bool = False  # Submitted was heard for this attempt
+    finish: FinishReason | None = None
+    code: Code | None = None
+    refused: str = ""
+    abort: FinishReason | None = None  # asked for, with this reason
+    moves: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.finish is not None or bool(self.refused)
+
+    def expected(self) -> tuple[list[int], FinishReason]:
+        """Outputs and end of an undisturbed run."""
+        sampling = self.sampling
+        assert sampling.max_tokens is not None
+        room = min(sampling.max_tokens, MAX_MODEL_LEN - len(self.prompt))
+        stream = fault_free(self.prompt, sampling.seed or 0, room)
+        for count, token in enumerate(stream, 1):
+            ends = (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
+            if ends and count >= sampling.min_tokens:
+                return stream[:count], "stop"
+        return stream, "length"
+
+
+class ModelGateway:
+    """Places `requests` on seats whose load says that they accept."""
+
+    def __init__(self, rng: Random, send: Send, after: After) -> None:
+        self.rng, self._send, self._after = rng, send, after
+        self.requests: dict[tuple[str, int], Request] = {}
+        self.loads: dict[int, SeatLoad] = {}
+        self.incarnation = 1
+        self._call = 0
+        self._calls: dict[int, Request] = {}
+        self.overloads = 0
+
+    def open(self, request: Request) -> None:
+        self.requests[request.request_id, request.index] = request
+        self._place(request)
+
+    def restart(self, seats: list[int]) -> None:
+        """All but the journal is forgotten; what the schedulers run is asked for and adopted."""
+        self.incarnation += 1
+        self._calls.clear()
+        for request in self.requests.values():
+            if not request.over:
+                request.seat, request.placed = -1, False
+                request.outputs, request.logprobs = [], []
+        for seat in seats:
+            self._ask(seat, self.incarnation, 5)
+        self._after(6 * RETRY_NS, self._place_homeless)
+
+    def _ask(self, seat: int, incarnation: int, times: int) -> None:
+        if times and incarnation == self.incarnation:
+            self._call += 1
+            self._send(seat, ListSequences(self._call))
+            self._after(RETRY_NS, lambda: self._ask(seat, incarnation, times - 1))
+
+    def _place_homeless(self) -> None:
+        for request in list(self.requests.values()):
+            if not request.over and request.seat < 0:
+                self._place(request)
+
+    def _place(self, request: Request) -> None:
+        """A new attempt on some accepting seat; none: later."""
+        if request.over:
+            return
+        request.attempt, request.placed, request.seat = request.attempt + 1, False, -1
+        self._find_seat(request, request.attempt)
+
+    def _find_seat(self, request: Request, attempt: int) -> None:
+        if request.over or request.attempt != attempt or request.seat >= 0:
+            return
+        if request.abort is not None:  # nowhere to abort it: it ends here
+            request.finish = request.abort
+            return
+        accepting = [load.seat for load in self.loads.values() if load.accepting]
+        if not accepting:
+            self._after(RETRY_NS, lambda: self._find_seat(request, attempt))
+            return
+        request.seat = self.rng.choice(accepting)
+        self._submit(request, attempt)
+
+    def _submit(self, request: Request, attempt: int) -> None:
+        if request.over or request.placed or request.attempt != attempt or request.seat < 0:
+            return
+        self._call += 1
+        self._calls[self._call] = request
+        submit = Submit(
+            self._call,
+            request.request_id,
+            request.index,
+            attempt,
+            np.array(request.prompt, np.int32).tobytes(),
+            request.sampling,
+            np.array(request.outputs, np.int32).tobytes(),
+            priority=request.moves,
+        )
+        self._send(request.seat, submit)
+        self._after(RETRY_NS, lambda: self._submit(request, attempt))
+
+    def abort(self, request: Request, reason: FinishReason) -> None:
+        if not request.over and request.abort is None:
+            request.abort = reason
+            self._send_abort(request)
+
+    def _send_abort(self, request: Request) -> None:
+        if request.over or request.abort is None:
+            return
+        if request.seat >= 0:
+            self._call += 1
+            self._calls[self._call] = request
+            key = request.request_id, request.index
+            self._send(
+                request.seat, AbortSequence(self._call, *key, request.attempt, request.abort)
+            )
+        self._after(RETRY_NS, lambda: self._send_abort(request))
+
+    # ------------------------------------------------------------ what schedulers say
+
+    def receive(self, seat: int, message: BusToGateway) -> None:
+        match message:
+            case SeatLoad():
+                self._load(message)
+            case Tokens():
+                load = self.loads.get(message.seat)
+                if load is None or load.incarnation == message.incarnation:
+                    for item in message.items:
+                        self._item(message.seat, item)
+            case Submitted():
+                request = self._calls.pop(message.call, None)
+                if request is not None and request.seat == seat:
+                    request.placed = True
+            case Refusal():
+                self._refused(seat, message)
+            case Done():
+                request = self._calls.pop(message.call, None)
+                if request is not None and request.seat == seat and not request.over:
+                    request.finish = request.abort
+            case SequenceList():
+                self._adopt(message)
+            case _:
+                raise AssertionError(f"not for a gateway: {message}")
+
+    def _load(self, load: SeatLoad) -> None:
+        before = self.loads.get(load.seat)
+        if before is not None and load.incarnation < before.incarnation:
+            return
+        self.loads[load.seat] = load
+        if before is not None and (
+            (load.incarnation, load.worker_incarnation)
+            != (before.incarnation, before.worker_incarnation)
+        ):
+            self._move_all(load.seat)
+
+    def _move_all(self, seat: int) -> None:
+        for request in list(self.requests.values()):
+            if request.seat == seat and not request.over:
+                request.moves += 1
+                self._place(request)
+
+    def _refused(self, seat: int, refusal: Refusal) -> None:
+        request = self._calls.pop(refusal.call, None)
+        if request is None or request.over or request.seat != seat or request.placed:
+            return
+        if refusal.code == Code.BAD_REQUEST:
+            request.refused = refusal.message
+            return
+        self.overloads += refusal.code == Code.OVERLOADED
+        request.seat = -1
+        self._after(RETRY_NS, lambda: self._place(request) if request.seat < 0 else None)
+
+    def _item(self, seat: int, item: TokensItem) -> None:
+        key = (item.request_id, item.index)
+        request = self.requests[key]
+        if request.over:
+            if item.finish_reason is not None:
+                self._send(seat, FinalSeen(((*key, item.attempt),)))
+            else:  # nobody waits for these tokens
+                self._call += 1
+                self._send(seat, AbortSequence(self._call, *key, item.attempt))
+            return
+        if item.attempt != request.attempt or request.seat != seat:
+            return
+        have = len(request.outputs)
+        if item.offset > have:
+            self._send(seat, Resend(*key, item.attempt, have))
+            return
+        fresh = item.token_ids[have - item.offset :]
+        twice = item.token_ids[: have - item.offset]
+        assert tuple(request.outputs[item.offset : item.offset + len(twice)]) == twice
+        request.outputs += fresh
+        request.placed = True
+        if item.finish_reason is not None and item.offset + len(item.token_ids) == len(
+            request.outputs
+        ):
+            request.finish, request.code = item.finish_reason, item.code
+            self._send(seat, FinalSeen(((*key, item.attempt),)))
+
+    def _adopt(self, listed: SequenceList) -> None:
+        """Of several copies of one sequence, that of the latest attempt."""
+        for info in listed.items:
+            request = self.requests[info.request_id, info.index]
+            if request.over or request.placed or info.attempt < request.attempt:
+                continue
+            request.attempt, request.seat, request.placed = info.attempt, listed.seat, True
+            request.outputs = np.frombuffer(info.outputs, np.int32).tolist()
+            if info.finish_reason is not None:
+                request.finish = info.finish_reason

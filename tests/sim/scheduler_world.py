@@ -1,0 +1,439 @@
+"""A node of scheduler cores, hash workers, a KV store and a gateway in virtual time, from one seed.
+
+Faults come in the first part of a run; then they stop and everything must end. After every event
+the invariants of each core are checked, and what no core can see of itself: that a step in flight
+writes only blocks that nobody else may have, that nothing follows a final, that the store copies
+what its keys say, that work goes on while there is any.
+"""
+
+import heapq
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+import numpy as np
+
+from phalanx.protocol.config import SchedulerConfig
+from phalanx.protocol.kvkeys import block_keys, state_key
+from phalanx.protocol.limits import BLOCK_SIZE
+from phalanx.protocol.messages import (
+    AbortSequence,
+    BusFromGateway,
+    BusToGateway,
+    FinishReason,
+    KVRequest,
+    Put,
+    PutDone,
+    Sampling,
+    Tokens,
+)
+from phalanx.protocol.queues import QueueTable, queue_bytes
+from phalanx.protocol.steps import StepPlan, StepResult
+from phalanx.scheduler_svc.core import (
+    GatewayChanged,
+    Membership,
+    Scheduler,
+    StoreArenas,
+    StoreLost,
+    WorkerLost,
+)
+from sim.hash_worker import MAX_MODEL_LEN, VOCAB, WINDOW, HashWorker, entries
+from sim.scheduler_gateway import ModelGateway, Request
+
+MS = 1_000_000
+FAULTS_END_NS = 1_500 * MS
+LIMIT_NS = 60_000 * MS
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What kind of run a seed makes. Probabilities are per occasion, while faults last."""
+
+    ranks: int
+    requests: int
+    num_blocks: int
+    num_slots: int
+    config: SchedulerConfig
+    store: bool
+    step_ns: int
+    drop: float
+    duplicate: float
+    jitter_ns: int
+    abandon: float  # a step is abandoned: the epoch moved
+    stale: float  # an old result comes again
+    put_lost: float
+    kills: int
+    crashes: int
+    gateway_restarts: int
+    aborts: float  # share of the requests
+
+    @classmethod
+    def of(cls, rng: Random) -> "Options":
+        rough = rng.random() < 0.7
+        seqs = rng.choice((2, 3, 5))
+        return cls(
+            ranks=rng.choice((1, 1, 2, 3)),
+            requests=rng.choice((4, 7, 10)),
+            num_blocks=rng.choice((5, 7, 10, 16)),
+            num_slots=seqs + rng.choice((-1, 0, 1)),
+            config=SchedulerConfig(
+                max_num_seqs=seqs,
+                max_num_batched_tokens=rng.choice((seqs, 40, 130, 400)),
+                prefill_watermark=rng.choice((0.5, 0.9, 1.0)),
+                max_waiting=rng.choice((2, 20)),
+            ),
+            store=rng.random() < 0.5,
+            step_ns=rng.choice((1, 5)) * MS,
+            drop=0.05 * rough,
+            duplicate=0.1 * rough,
+            jitter_ns=rng.choice((0, 8)) * MS * rough,
+            abandon=0.08 * rough,
+            stale=0.1 * rough,
+            put_lost=0.2 * rough,
+            kills=rng.choice((0, 1, 2)) * rough,
+            crashes=rng.choice((0, 0, 1)) * rough,
+            gateway_restarts=rng.choice((0, 0, 1)) * rough,
+            aborts=rng.choice((0.0, 0.4)),
+        )
+
+
+class RankUnderTest:
+    """One core with its worker, and what an onlooker knows of them."""
+
+    def __init__(self, world: "World", seat: int) -> None:
+        self.world, self.seat = world, seat
+        self.incarnation = 0
+        self.worker_incarnation = 0
+        self.core: Scheduler
+        self.worker: HashWorker | None = None
+        self.old_results: list[StepResult] = []
+        self.writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
+        self.start()
+
+    def start(self) -> None:
+        """A new scheduler process. Its link is new, so a worker that lives starts clean."""
+        options = self.world.options
+        self.incarnation += 1
+        rows = 2 * options.config.max_waiting + options.config.max_num_seqs
+        columns = QueueTable.create(
+            memoryview(bytearray(queue_bytes(rows))), rows, self.seat, self.incarnation
+        )
+        self.core = Scheduler(
+            options.config, self.seat, self.incarnation, columns, store_enabled=options.store
+        )
+        self.finals: dict[tuple[str, int, int], tuple[int, FinishReason]] = {}
+        self.sent: dict[tuple[str, int, int], int] = {}
+        self.renew_worker(None)
+
+    def renew_worker(self, ready_in_ns: int | None) -> None:
+        """The worker is gone; None: it lives and follows the new link, else the next one needs a while."""
+        self.writing.clear()
+        self.old_results.clear()
+        if self.worker is not None and ready_in_ns is not None:
+            self.worker = None
+            self.event(WorkerLost())
+        self.worker_incarnation += 1
+        incarnation = self.worker_incarnation
+        self.world.after(ready_in_ns or MS, lambda: self._worker_ready(incarnation))
+
+    def _worker_ready(self, incarnation: int) -> None:
+        if incarnation != self.worker_incarnation:
+            return
+        options = self.world.options
+        ring = self.world.ring
+        self.worker = HashWorker(incarnation, options.num_blocks, options.num_slots, **ring)
+        self.event(self.worker.hello(), StoreArenas(0, 0), Membership(2 * incarnation, True))
+
+    def event(self, *events: object) -> None:
+        world = self.world
+        for event in events:
+            if isinstance(event, AbortSequence):
+                self._note_abort(event)
+            self.core.handle(event, world.now_ns)
+            self.core.check()
+        self.pump()
+
+    def pump(self) -> None:
+        """Let the core decide, carry it out, and look at what it did."""
+        world, core = self.world, self.core
+        actions = core.step(world.now_ns)
+        core.check()
+        for message in actions.gateway:
+            if isinstance(message, Tokens):
+                self._watch(message)
+            world.to_gateway(self, message)
+        for put in core.store_step(world.now_ns):
+            world.put(self, put)
+        for plan in actions.plans:
+            self._run(plan)
+        self._check_flights()
+        if core.accepting and core.live and not core.busy:
+            held = core.store is not None and core.store.holders()
+            assert held, f"seat {self.seat}: {core.live} sequences and nothing runs"
+        world.wake(self, int(core.wait_ms(world.now_ns) * 1e6) + 1)
+
+    def _run(self, plan: StepPlan) -> None:
+        worker, core = self.worker, self.core
+        assert worker is not None, "a plan without a worker"
+        ids = np.frombuffer(plan.block_ids, np.int32).tolist()
+        slots = np.frombuffer(plan.slots, np.int32).tolist()
+        fresh = {new.slot for new in plan.new}
+        known = [b for s in slots if s not in fresh for b in worker.tables.get(s, ())]
+        self.writing[plan.seq] = {*ids, *known}
+        self.world.after(self.world.options.step_ns, lambda: self._finish_step(plan, worker, core))
+
+    def _finish_step(self, plan: StepPlan, worker: HashWorker, core: Scheduler) -> None:
+        if worker is not self.worker or core is not self.core:
+            return  # died with its step, or serves another scheduler now
+        world = self.world
+        abandon = world.chance(world.options.abandon)
+        result = worker.run(plan, abandon=abandon)
+        self.writing.pop(plan.seq, None)
+        again = self.old_results[-3:]
+        self.old_results.append(result)
+        if again and world.chance(world.options.stale):
+            self.event(world.rng.choice(again))
+        self.event(result)
+
+    def _check_flights(self) -> None:
+        """What the worker may still write belongs to a sequence of that step, or to a fenced one."""
+        for seq, blocks in self.writing.items():
+            free = [block for block in blocks if self.core.rank.pool.refs(block) == 0]
+            assert not free, f"plan {seq} is in flight and its blocks {free} are free"
+
+    def _note_abort(self, abort: AbortSequence) -> None:
+        key = (abort.request_id, abort.index)
+        known = self.core.sequences.get(key)
+        if known is not None and known.attempt == abort.attempt and known.finish is None:
+            attempt = (*key, abort.attempt)
+            self.finals[attempt] = (self.sent.get(attempt, len(known.outputs)), abort.reason)
+
+    def _watch(self, message: Tokens) -> None:
+        for item in message.items:
+            key = (item.request_id, item.index, item.attempt)
+            end = item.offset + len(item.token_ids)
+            self.sent[key] = max(end, self.sent.get(key, 0))
+            if key in self.finals:
+                last, reason = self.finals[key]
+                assert end <= last, f"{key}: tokens after its end"
+                assert item.finish_reason == reason, f"{key}: {item.finish_reason} after {reason}"
+            elif item.finish_reason is not None:
+                self.finals[key] = (end, item.finish_reason)
+
+
+class World:
+    """One run. `ring` overrides the worker's ring length, for a planted fault."""
+
+    def __init__(self, seed: int, ring: dict[str, int] | None = None) -> None:
+        self.rng = Random(seed)
+        self.options = Options.of(self.rng)
+        self.ring = ring or {}
+        self.now_ns = 0
+        self._events: list[tuple[int, int, Callable[[], None]]] = []
+        self._serial = 0
+        self._last_arrival: dict[object, int] = {}
+        self._due: dict[int, int] = {}
+        self.gateway = ModelGateway(self.rng, self.to_seat, self.after)
+        self.keyed: dict[bytes, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
+        self.stored: set[bytes] = set()
+        self.ranks = [RankUnderTest(self, seat) for seat in range(self.options.ranks)]
+        self._schedule()
+
+    @property
+    def faulty(self) -> bool:
+        return self.now_ns < FAULTS_END_NS
+
+    def chance(self, probability: float) -> bool:
+        return self.faulty and self.rng.random() < probability
+
+    def after(self, delay_ns: int, then: Callable[[], None]) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (self.now_ns + max(1, delay_ns), self._serial, then))
+
+    def wake(self, rank: RankUnderTest, delay_ns: int) -> None:
+        """Step the core again at that time, once whatever the number of calls."""
+        at = self.now_ns + delay_ns
+        if self.now_ns < self._due.get(rank.seat, 0) <= at:
+            return
+        self._due[rank.seat] = at
+        self.after(delay_ns, rank.pump)
+
+    # ------------------------------------------------------------ messages
+
+    def _deliver(self, path: object, then: Callable[[], None]) -> None:
+        """In order, unless this run reorders; perhaps twice, perhaps never."""
+        if self.chance(self.options.drop):
+            return
+        for _ in range(1 + self.chance(self.options.duplicate)):
+            delay = 1 + self.rng.randrange(self.options.jitter_ns + 1) * self.faulty
+            at = self.now_ns + delay
+            if not self.options.jitter_ns:
+                at = self._last_arrival[path] = max(at, self._last_arrival.get(path, 0))
+            self.after(at - self.now_ns, then)
+
+    def to_seat(self, seat: int, message: BusFromGateway) -> None:
+        rank, gateway = self.ranks[seat], self.gateway.incarnation
+        core = rank.core
+
+        def arrive() -> None:
+            if rank.core is core and self.gateway.incarnation == gateway:
+                rank.event(message)
+
+        self._deliver(("down", seat), arrive)
+
+    def to_gateway(self, rank: RankUnderTest, message: BusToGateway) -> None:
+        seat, gateway = rank.seat, self.gateway.incarnation
+
+        def arrive() -> None:
+            if self.gateway.incarnation == gateway:
+                self.gateway.receive(seat, message)
+
+        self._deliver(("up", seat), arrive)
+
+    def put(self, rank: RankUnderTest, message: KVRequest) -> None:
+        """The store copies some time later and answers, or does neither."""
+        assert isinstance(message, Put)
+        worker, core = rank.worker, rank.core
+        if worker is None or self.chance(self.options.put_lost):
+            return
+
+        def copy() -> None:
+            if rank.worker is not worker or self.now_ns > message.deadline_ns:
+                return
+            handle = message.handle
+            place = handle.offset // handle.nbytes
+            if message.kind == "block":
+                found = worker.blocks[place]
+            else:
+                found = worker.snapshots[place]
+            self._check_copy(message, found, worker.ring)
+            self.stored.add(message.key)
+            if rank.core is core:
+                rank.event(PutDone(message.call, True, False))
+
+        self.after(self.rng.randrange(30) * MS, copy)
+
+    def _check_copy(
+        self, put: Put, found: np.ndarray[tuple[int], np.dtype[np.int64]], ring: int
+    ) -> None:
+        expected = self.keyed[put.key]
+        if put.kind == "state":
+            positions = expected >> 20
+            found = found[positions % ring]
+        assert np.array_equal(found, expected), "the store copied what its key does not say"
+
+    # ------------------------------------------------------------ the course of a run
+
+    def _schedule(self) -> None:
+        rng, options = self.rng, self.options
+        for number in range(options.requests):
+            request = self._request(number)
+            self._note_keys(request)
+            arrival = rng.randrange(FAULTS_END_NS // 2)
+            self.after(arrival, lambda request=request: self.gateway.open(request))  # type: ignore[misc]
+            if rng.random() < options.aborts:
+                reason: FinishReason = rng.choice(("abort", "abort", "stop"))
+                self.after(
+                    arrival + rng.randrange(400 * MS),
+                    lambda request=request, reason=reason: self.gateway.abort(request, reason),  # type: ignore[misc]
+                )
+        for _ in range(options.kills):
+            self._at_random(lambda: self._some_rank().renew_worker(rng.randrange(1, 100) * MS))
+        for _ in range(options.crashes):
+            self._at_random(lambda: self._some_rank().start())
+        for _ in range(options.gateway_restarts):
+            self._at_random(self._restart_gateway)
+        if options.store:
+            self._at_random(lambda: self._some_rank().event(StoreLost()) if self.faulty else None)
+
+    def _restart_gateway(self) -> None:
+        self.gateway.restart([rank.seat for rank in self.ranks])
+        for rank in self.ranks:
+            rank.event(GatewayChanged())
+
+    def _at_random(self, then: Callable[[], None]) -> None:
+        self.after(self.rng.randrange(FAULTS_END_NS), then)
+
+    def _some_rank(self) -> RankUnderTest:
+        return self.rng.choice(self.ranks)
+
+    def _request(self, number: int) -> Request:
+        """Lengths lie around block borders, where things go wrong; one in ten can never fit."""
+        rng = self.rng
+        border = rng.choice((0, 1, 1, 2, 3)) * BLOCK_SIZE
+        length = max(1, border + rng.randrange(-20, 6))
+        if rng.random() < 0.1:
+            length = rng.choice((MAX_MODEL_LEN, MAX_MODEL_LEN - 8))
+        shared = number % 2 == 0
+        first = 5 if shared else number  # half of the prompts share a prefix
+        prompt = [(first * (at + 3)) % VOCAB for at in range(length)]
+        if shared and length > 1:
+            prompt[-1] = number % VOCAB
+        sampling = Sampling(
+            seed=rng.randrange(1 << 32),
+            max_tokens=rng.choice((1, 2, 20, 60, 160)),
+            min_tokens=rng.choice((0, 0, 5)),
+            stop_token_ids=rng.choice(((), (), (3, 4))),
+            ignore_eos=rng.random() < 0.7,
+            logprobs=rng.choice((None, 0)),
+        )
+        return Request(f"{number:032x}", rng.randrange(2), prompt, sampling)
+
+    def _note_keys(self, request: Request) -> None:
+        kept = entries(np.array(request.prompt, np.int64), 0)
+        for at, key in enumerate(block_keys(b"hash", b"", request.prompt)):
+            end = (at + 1) * BLOCK_SIZE
+            self.keyed[key] = kept[end - BLOCK_SIZE : end]
+            self.keyed[state_key(key)] = kept[max(0, end - WINDOW) : end]
+
+    def run(self) -> None:
+        """To the end. Raises AssertionError: an invariant broke, a token is wrong, something hangs."""
+        while not self._settled():
+            assert self._events and self.now_ns < LIMIT_NS, self._stuck()
+            self.now_ns, _, then = heapq.heappop(self._events)
+            then()
+        for request in self.gateway.requests.values():
+            self._check_end(request)
+        for rank in self.ranks:
+            self._check_clean(rank.core)
+
+    def _settled(self) -> bool:
+        return (
+            not self.faulty
+            and len(self.gateway.requests) == self.options.requests
+            and all(request.over for request in self.gateway.requests.values())
+            and all(
+                not rank.core.sequences and not rank.core.busy and not _kept(rank.core)
+                for rank in self.ranks
+            )
+        )
+
+    def _stuck(self) -> str:
+        waiting = [r.request_id for r in self.gateway.requests.values() if not r.over]
+        return f"waits for ever: requests {waiting} at {self.now_ns / 1e9:.1f} s"
+
+    def _check_end(self, request: Request) -> None:
+        stream, end = request.expected()
+        outputs = request.outputs
+        assert outputs == stream[: len(outputs)], f"{request.request_id}: a wrong token"
+        if request.refused:
+            assert self._never_fits(request), request.refused
+        elif request.abort is None or request.finish != request.abort:
+            assert (outputs, request.finish) == (stream, end), f"{request.request_id}: wrong end"
+
+    def _never_fits(self, request: Request) -> bool:
+        assert request.sampling.max_tokens is not None
+        length = len(request.prompt)
+        room = min(request.sampling.max_tokens, MAX_MODEL_LEN - length)
+        blocks = -(-(length + room - 1) // BLOCK_SIZE)
+        return room < 1 or blocks > self.options.num_blocks - 1
+
+    @staticmethod
+    def _check_clean(core: Scheduler) -> None:
+        rank = core.rank
+        assert rank.pool.free == rank.pool.total, "blocks did not come back"
+        assert len(rank.free_slots) == rank.total_slots, "slots did not come back"
+        assert rank.table.free == rank.table.columns.rows
+
+
+def _kept(core: Scheduler) -> bool:
+    return core.store is not None and bool(core.store.holders())
