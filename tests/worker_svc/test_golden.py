@@ -17,9 +17,10 @@ from phalanx.kernels.reference.quant import (
     encode_compressed,
     encode_window,
 )
+from phalanx.worker_svc.model.attention import attention
 from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
 from phalanx.worker_svc.model.golden import GoldenModel, load
-from phalanx.worker_svc.model.model import run_layer
+from phalanx.worker_svc.model.sublayers import run_layer
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny-a"
 MANIFEST: dict[str, Any] = json.loads((TINY / "manifest.json").read_text())
@@ -128,7 +129,7 @@ def forced(
         if weights.engram is not None:
             model.engram.apply(step, weights.engram, layer, units, h)
             h = recorded(layer, "engram_out")
-        run_layer(step, weights, model.experts, layer, h, pre)
+        run_layer(step, attention, weights, model.experts, layer, h, pre)
     return prompt, noted
 
 
@@ -186,3 +187,30 @@ def test_records_hold_the_rounded_rows(vectors: dict[str, Tensor], prompt: str) 
         for pre in names:
             got = decode(encode(vectors[pre]))
             assert torch.equal(got, vectors[pre.removesuffix("_pre")].float())
+
+
+# --- drafts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", MANIFEST["draft"])
+def test_drafts(golden: GoldenModel, vectors: dict[str, Tensor], context: str) -> None:
+    ids = vectors[f"draft.{context}.ids"].tolist()
+    anchor = int(step(golden, 0, ids).argmax())
+    assert anchor == int(vectors[f"draft.{context}.anchor"])
+    assert golden.model.drafter is not None
+    drafts = golden.model.drafter.propose(
+        np.array([0]), np.array([len(ids)]), np.array([anchor]), np.array([0]), greedy
+    )
+    limits = TOLERANCES["draft"][context]
+    assert (
+        difference(drafts.base_logits[0], vectors[f"draft.{context}.base_logits"])
+        <= limits["base_rel_l2"]
+    )
+    confidence = (drafts.confidences[0] - vectors[f"draft.{context}.confidence"]).abs().max()
+    assert confidence <= limits["confidence_max_abs"]
+    same = (drafts.tokens[0] == vectors[f"draft.{context}.tokens"]).long().cumprod(0).sum()
+    assert same >= limits["min_tokens_same_over_variants"]
+
+
+def greedy(index: int, logits: Tensor) -> Tensor:
+    return logits.argmax(-1)

@@ -92,8 +92,12 @@ class StepBatch:
     def seqlens_q(self) -> Int:
         return np.diff(self.cu_seqlens_q)
 
-    def check(self, config: ModelConfig) -> None:
-        """Raises ValueError with the first thing that this step could not compute."""
+    def check(self, config: ModelConfig, max_len: int) -> None:
+        """Raises ValueError with the first thing that this step could not compute.
+
+        Args:
+            max_len: tokens that a sequence may have.
+        """
         if self.num_rows == 0:
             raise ValueError("the step has no rows")
         lengths = self.seqlens_q
@@ -102,9 +106,9 @@ class StepBatch:
         if len(np.unique(self.slot_ids)) != self.num_seqs:
             raise ValueError("two sequences of the step share a state slot")
         ends = self.starts + lengths
-        if ends.max() > config.max_positions:
+        if ends.max() > max_len:
             raise ValueError(
-                f"a sequence would reach {ends.max()} tokens; the model ends at {config.max_positions}"
+                f"a sequence would reach {ends.max()} tokens; a slot has room for {max_len}"
             )
         bad = (self.token_ids < 0) | (self.token_ids >= config.vocab_size)
         if bad.any():

@@ -19,7 +19,7 @@ class GoldenModel:
         weights = load_checkpoint(directory)
         num_blocks = 1 + -(-weights.config.max_positions // BLOCK_TOKENS)
         pools = CachePools(CacheLayout(weights.config), num_blocks, num_slots=1)
-        self.model = Model(weights, pools, LocalExperts(weights))
+        self.model = Model(weights, pools, LocalExperts(weights), LocalExperts(weights))
         self.blocks = range(1, num_blocks)
 
     def logits(self, ids: list[int]) -> npt.NDArray[np.float32]:

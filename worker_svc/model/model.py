@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.hyper import Mix, MixWeights, collapse, expand, mean_copies, mix
+from phalanx.kernels.reference.hyper import collapse, mean_copies
 from phalanx.kernels.reference.rope import RopeTable, frequencies, rope_table, stretch
 from phalanx.kernels.reference.rows import matmul_rows, rms_norm
 from phalanx.worker_svc.model.attention import attention
@@ -14,10 +14,12 @@ from phalanx.worker_svc.model.batch import StepBatch, step_rows
 from phalanx.worker_svc.model.caches import CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.draft import Drafter
 from phalanx.worker_svc.model.engram import Engram
-from phalanx.worker_svc.model.layers import LayerWeights, layer_weights, owned
-from phalanx.worker_svc.model.moe import Experts, moe
+from phalanx.worker_svc.model.layers import layer_weights, owned
+from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.step import Observer, Ropes, Step
+from phalanx.worker_svc.model.sublayers import run_layer
 
 _POSITION_PRIME = 1_000_003  # spreads the positions of one sequence over an expert's copies
 
@@ -28,12 +30,10 @@ class PendingStep:
 
     Attributes:
         logits: float32 [L, vocab], in the order of the batch's logit_rows.
-        taps: bf16 values [R, taps * D], what the draft model reads of each row.
         expert_picks: int64 [R, k] by layer, logical experts, for load statistics.
     """
 
     logits: Tensor
-    taps: Tensor
     expert_picks: dict[int, Tensor]
     _step: Step
 
@@ -49,9 +49,19 @@ class Model:
         weights: dequantized weights.
         pools: this rank's caches.
         experts: where routed experts run.
+        draft_experts: where those of the draft stages run; None to do without drafts.
+
+    Attributes:
+        drafter: proposes tokens, if there are draft stages and experts for them.
     """
 
-    def __init__(self, weights: Weights, pools: CachePools, experts: Experts) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        pools: CachePools,
+        experts: Experts,
+        draft_experts: Experts | None = None,
+    ) -> None:
         config = weights.config
         self.config = config
         self.pools = pools
@@ -61,7 +71,14 @@ class Model:
         self.final_norm = owned(weights, "norm")
         self.layers = [layer_weights(weights, i) for i in range(config.num_hidden_layers)]
         self.engram = Engram(weights)
-        self._plain_rope, self._yarn_rope = rope_tables(config, pools.history.shape[1])
+        # A draft block may reach past the last token that a sequence can have.
+        self._max_len = pools.history.shape[1]
+        self._plain_rope, self._yarn_rope = rope_tables(
+            config, self._max_len + config.dspark_block_size
+        )
+        self.drafter: Drafter | None = None
+        if draft_experts is not None and config.draft_stages > 0:
+            self.drafter = Drafter(weights, pools, self._plain_rope, draft_experts)
 
     def begin(self, batch: StepBatch, observer: Observer | None = None) -> Step:
         """Check a batch, note its tokens in the history, and set up the step.
@@ -69,7 +86,7 @@ class Model:
         Raises:
             ValueError: the batch cannot be computed; nothing was changed.
         """
-        batch.check(self.config)
+        batch.check(self.config, self._max_len)
         rows = step_rows(batch, self.config, self.pools.layout.ring_size)
         real = slice(0, rows.num_rows)
         # By position: doing the step again writes the same ids.
@@ -78,7 +95,15 @@ class Model:
         yarn = self._yarn_rope
         ropes = Ropes(self._plain_rope.at(rows.positions), yarn.at(rows.positions), yarn)
         keys = torch.from_numpy(batch.copy_keys)[rows.seqs] + rows.positions * _POSITION_PRIME
-        return Step(self.config, rows, self.pools, ropes, keys, observer)
+        return Step(
+            config=self.config,
+            num_rows=rows.num_rows,
+            copy_keys=keys,
+            observer=observer,
+            rows=rows,
+            pools=self.pools,
+            ropes=ropes,
+        )
 
     def forward(self, batch: StepBatch, observer: Observer | None = None) -> PendingStep:
         """Compute one step.
@@ -98,12 +123,15 @@ class Model:
             if layer in config.dspark_target_layer_ids:
                 taps.append(mean_copies(h))
                 step.note("tap", layer, taps[-1])
-            h, pre = run_layer(step, weights, self.experts, layer, h, pre)
+            h, pre = run_layer(step, attention, weights, self.experts, layer, h, pre)
         final = collapse(h, pre)
         step.note("final_hidden", config.num_hidden_layers, final)
         logits = self.logits(final[torch.from_numpy(batch.logit_rows)])
-        joined = torch.cat(taps, dim=-1)[: rows.num_rows]
-        return PendingStep(logits, joined, step.expert_picks, step)
+        if self.drafter is not None:
+            step.window_records |= self.drafter.context_records(
+                torch.cat(taps, dim=-1), step.ropes.plain
+            )
+        return PendingStep(logits, step.expert_picks, step)
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Equal copies of the embeddings [P, n, D], and the first layer's weights [P, n]."""
@@ -127,40 +155,3 @@ def rope_tables(config: ModelConfig, num_positions: int) -> tuple[RopeTable, Rop
         frequencies(dim, config.compress_rope_theta), factor=yarn.factor, low=low, high=high
     )
     return rope_table(plain, num_positions), rope_table(stretched, num_positions)
-
-
-def run_layer(
-    step: Step, weights: LayerWeights, experts: Experts, layer: int, h: Tensor, pre: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Both sublayers: the stream and the weights with which the next layer reads it.
-
-    The attention reads the stream with the weights of the layer before, the experts with those that
-    this layer's attention made.
-    """
-    config = step.config
-    mixed = _mix(config, weights.attention_mix, h)
-    x = rms_norm(collapse(h, pre), weights.attention.norm, config.rms_norm_eps)
-    step.note("attn_in", layer, x)
-    y = attention(step, weights.attention, layer, x)
-    step.note("attn_out", layer, y)
-    h = expand(y, h, mixed)
-    pre = mixed.pre
-    mixed = _mix(config, weights.moe_mix, h)
-    x = rms_norm(collapse(h, pre), weights.moe.norm, config.rms_norm_eps)
-    step.note("ffn_in", layer, x)
-    y = moe(step, weights.moe, experts, layer, x)
-    step.note("ffn_out", layer, y)
-    h = expand(y, h, mixed)
-    step.note("h_out", layer, h)
-    step.note("pre_mix_out", layer, mixed.pre)
-    return h, mixed.pre
-
-
-def _mix(config: ModelConfig, weights: MixWeights, h: Tensor) -> Mix:
-    return mix(
-        h,
-        weights,
-        iters=config.hc_sinkhorn_iters,
-        hc_eps=config.hc_eps,
-        eps=config.rms_norm_eps,
-    )

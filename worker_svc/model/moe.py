@@ -14,7 +14,7 @@ from phalanx.kernels.reference.swiglu import swiglu
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import MoeWeights
-from phalanx.worker_svc.model.step import Step
+from phalanx.worker_svc.model.step import LayerContext
 
 
 class Experts(Protocol):
@@ -131,9 +131,11 @@ def _tiles(
     return torch.from_numpy(places), spans, int(ends[-1])
 
 
-def moe(step: Step, weights: MoeWeights, experts: Experts, layer: int, x: Tensor) -> Tensor:
+def moe(
+    context: LayerContext, weights: MoeWeights, experts: Experts, layer: int, x: Tensor
+) -> Tensor:
     """The sublayer on normed input x, float32 [P, D] -> bf16 values [P, D]."""
-    config = step.config
+    config = context.config
     num_topk = (
         config.num_experts_per_tok
         if layer < config.num_hidden_layers
@@ -142,17 +144,17 @@ def moe(step: Step, weights: MoeWeights, experts: Experts, layer: int, x: Tensor
     topk_idx, topk_weights = route(
         x, weights.gate, weights.bias, num_topk=num_topk, scaling=config.routed_scaling_factor
     )
-    step.note("router_experts", layer, topk_idx)
-    step.note("router_weights", layer, topk_weights)
-    num_rows = step.rows.num_rows  # rows that fill the last tile visit no expert
-    step.expert_picks[layer] = topk_idx[:num_rows]
+    context.note("router_experts", layer, topk_idx)
+    context.note("router_weights", layer, topk_weights)
+    num_rows = context.num_rows  # rows that fill the last tile visit no expert
+    context.expert_picks[layer] = topk_idx[:num_rows]
     x = q8_roundtrip(x)
     handle = experts.dispatch(
         layer,
         x[:num_rows].bfloat16(),
         topk_idx[:num_rows],
         topk_weights[:num_rows],
-        step.copy_keys[:num_rows],
+        context.copy_keys[:num_rows],
     )
     total = _shared_expert(weights, config, x)  # while rows travel
     routed = experts.combine(handle)

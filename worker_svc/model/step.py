@@ -28,9 +28,30 @@ class Ropes:
     yarn_all: RopeTable
 
 
-@dataclass
-class Step:
-    """State of one running step; P rows.
+@dataclass(kw_only=True)
+class LayerContext:
+    """What any stack of layers needs to know of its rows: R real ones, filled up to P.
+
+    Attributes:
+        copy_keys: int64 [P], choose among the copies of an expert.
+        expert_picks: int64 [R, k] by layer.
+    """
+
+    config: ModelConfig
+    num_rows: int
+    copy_keys: Tensor
+    observer: Observer | None = None
+    expert_picks: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, name: str, layer: int, value: Tensor) -> None:
+        """Show an intermediate result to whoever observes; rows that fill tiles included."""
+        if self.observer is not None:
+            self.observer(name, layer, value)
+
+
+@dataclass(kw_only=True)
+class Step(LayerContext):
+    """State of one running step of the backbone.
 
     Attributes:
         window_records: uint8 [P, record] by ring.
@@ -39,26 +60,16 @@ class Step:
         selected: the vectors and empty flags of the chosen entries, float32 [P, top-k, d] and
             bool [P, top-k], by index owner.
         candidates: bool [P, entries], once the candidate source has run.
-        expert_picks: int64 [R, k] by layer.
     """
 
-    config: ModelConfig
     rows: StepRows
     pools: CachePools
     ropes: Ropes
-    copy_keys: Tensor  # int64 [P]
-    observer: Observer | None = None
     window_records: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, Tensor] = field(default_factory=dict)
     index_keys: dict[int, Tensor] = field(default_factory=dict)
     selected: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     candidates: Tensor | None = None
-    expert_picks: dict[int, Tensor] = field(default_factory=dict)
-
-    def note(self, name: str, layer: int, value: Tensor) -> None:
-        """Show an intermediate result to whoever observes the step; rows that fill tiles included."""
-        if self.observer is not None:
-            self.observer(name, layer, value)
 
     def rope(self, layer: int) -> RopeTable:
         """The layer's rotary table at the rows."""

@@ -1,0 +1,215 @@
+"""The draft model: a block of tokens proposed in one forward, then corrected one by one (model.md D).
+
+Its stages are ordinary layers whose context is not a stream of their own but one vector per
+committed token, made from the backbone's taps and kept in the stages' window rings. The rows of a
+block see each other in both directions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference.attention import sink_attention
+from phalanx.kernels.reference.hyper import collapse
+from phalanx.kernels.reference.quant import decode_window, encode_window, q8_roundtrip
+from phalanx.kernels.reference.rope import RopeTable, rotate
+from phalanx.kernels.reference.rows import matmul_rows, pad_rows, rms_norm, round_bf16
+from phalanx.worker_svc.model.attention import linear, output, project
+from phalanx.worker_svc.model.caches import CachePools
+from phalanx.worker_svc.model.checkpoint import Weights
+from phalanx.worker_svc.model.layers import AttentionWeights, layer_weights, owned
+from phalanx.worker_svc.model.moe import Experts
+from phalanx.worker_svc.model.step import LayerContext, Observer
+from phalanx.worker_svc.model.sublayers import run_layer
+
+# (index within the block, logits float32 [S, vocab]) -> chosen token ids int64 [S].
+Choose = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Proposals for S sequences, block_size b each.
+
+    Attributes:
+        tokens: int64 [S, b], for the positions after the anchor's.
+        confidences: float32 [S, b], raw: sigmoid gives the chance that a draft passes if those
+            before it did.
+        logits: float32 [S, b, vocab], from which the tokens were chosen.
+        base_logits: float32 [S, b, vocab], before the correction by the token before.
+        hidden: bf16 values [S, b, D], the collapsed stream before the final norm.
+        expert_picks: int64 [S * b, k] by layer (stage s is layer num_hidden_layers + s).
+    """
+
+    tokens: Tensor
+    confidences: Tensor
+    logits: Tensor
+    base_logits: Tensor
+    hidden: Tensor
+    expert_picks: dict[int, Tensor]
+
+
+@dataclass(kw_only=True)
+class DraftContext(LayerContext):
+    """The rows of a draft forward: `block` rows a sequence, one sequence after the other.
+
+    Attributes:
+        seqs: int64 [P].
+        rope: tables at the rows' positions.
+        slot_ids: int64 [S].
+        ring_indices: int64 [S, W], the W positions before the block.
+        ring_empty: bool [P, W], positions before the sequence's start.
+    """
+
+    pools: CachePools
+    block: int
+    seqs: Tensor
+    rope: RopeTable
+    slot_ids: Tensor
+    ring_indices: Tensor
+    ring_empty: Tensor
+
+
+class Drafter:
+    """The draft stages of one rank."""
+
+    def __init__(
+        self, weights: Weights, pools: CachePools, rope: RopeTable, experts: Experts
+    ) -> None:
+        config = weights.config
+        depth, last = config.num_hidden_layers, config.draft_stages - 1
+        self.config = config
+        self._pools = pools
+        self._rope = rope
+        self._experts = experts
+        self._stages = [layer_weights(weights, depth + s) for s in range(config.draft_stages)]
+        self._embedding = weights["embed"]
+        self._head = owned(weights, "head")
+        self._main_proj = owned(weights, "mtp.0.main_proj")
+        self._main_norm = owned(weights, "mtp.0.main_norm")
+        self._norm = owned(weights, f"mtp.{last}.norm")
+        self._markov_embed = weights[f"mtp.{last}.markov_head.embed"]
+        self._markov_head = owned(weights, f"mtp.{last}.markov_head.head")
+        self._confidence = owned(weights, f"mtp.{last}.confidence_head.proj")
+
+    def context_records(self, taps: Tensor, rope: RopeTable) -> dict[int, Tensor]:
+        """What the stages will see of these rows: window records uint8 [P, record] by ring.
+
+        Args:
+            taps: bf16 values [P, taps * D].
+            rope: tables at the rows' positions.
+        """
+        eps, rank = self.config.rms_norm_eps, self.config.q_lora_rank
+        x = q8_roundtrip(rms_norm(linear(taps, self._main_proj), self._main_norm, eps))
+        records = {}
+        for stage, weights in enumerate(self._stages):
+            kv = round_bf16(matmul_rows(x, weights.attention.q_kv[rank:]))
+            kv = rotate(rms_norm(kv, weights.attention.kv_norm, eps), rope)
+            records[self.config.num_hidden_layers + stage] = encode_window(kv)
+        return records
+
+    def propose(
+        self,
+        slot_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        anchors: npt.NDArray[np.int64],
+        copy_keys: npt.NDArray[np.int64],
+        choose: Choose,
+        observer: Observer | None = None,
+    ) -> Drafts:
+        """Draft a block after each anchor. Changes no state.
+
+        Args:
+            slot_ids: [S], sequences whose steps are committed up to the anchor.
+            positions: [S], the anchor's position: tokens committed so far.
+            anchors: [S], the token sampled last.
+            copy_keys: [S].
+            choose: Picks token i of each sequence's block from corrected logits.
+        """
+        context = self._context(slot_ids, positions, copy_keys, observer)
+        num_seqs, block = len(slot_ids), context.block
+        ids = torch.full((num_seqs, block), self.config.dspark_noise_token_id)
+        ids[:, 0] = torch.from_numpy(anchors)
+        embedded = pad_rows(self._embedding[ids.flatten()].float())
+        h = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        pre = torch.zeros(h.shape[:2])
+        pre[:, 0] = 1
+        for stage, weights in enumerate(self._stages):
+            layer = self.config.num_hidden_layers + stage
+            h, pre = run_layer(context, _attend, weights, self._experts, layer, h, pre)
+        hidden = collapse(h, pre)[: num_seqs * block]
+        base = matmul_rows(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head)
+        base, hidden = base.view(num_seqs, block, -1), hidden.view(num_seqs, block, -1)
+        return self._correct(base, hidden, ids[:, 0], choose, context.expert_picks)
+
+    def _correct(
+        self,
+        base: Tensor,
+        hidden: Tensor,
+        anchors: Tensor,
+        choose: Choose,
+        expert_picks: dict[int, Tensor],
+    ) -> Drafts:
+        """Choose the tokens in order: each one's logits depend on the token before it."""
+        tokens, confidences, logits = [], [], []
+        before = anchors
+        for i in range(base.shape[1]):
+            embedded = self._markov_embed[before].float()
+            logits.append(base[:, i] + matmul_rows(embedded, self._markov_head))
+            both = torch.cat((hidden[:, i], embedded), dim=-1)
+            confidences.append(matmul_rows(both, self._confidence).squeeze(1))
+            before = choose(i, logits[-1])
+            tokens.append(before)
+        return Drafts(
+            tokens=torch.stack(tokens, dim=1),
+            confidences=torch.stack(confidences, dim=1),
+            logits=torch.stack(logits, dim=1),
+            base_logits=base,
+            hidden=hidden,
+            expert_picks=expert_picks,
+        )
+
+    def _context(
+        self,
+        slot_ids: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        copy_keys: npt.NDArray[np.int64],
+        observer: Observer | None,
+    ) -> DraftContext:
+        block, window = self.config.dspark_block_size, self.config.sliding_window
+        starts = torch.from_numpy(positions)
+        seqs = pad_rows(torch.arange(len(slot_ids)).repeat_interleave(block))
+        at = starts[seqs] + torch.arange(len(seqs)) % block
+        before = starts.unsqueeze(1) + torch.arange(-window, 0)
+        return DraftContext(
+            config=self.config,
+            num_rows=len(slot_ids) * block,
+            copy_keys=torch.from_numpy(copy_keys)[seqs] + at,
+            observer=observer,
+            pools=self._pools,
+            block=block,
+            seqs=seqs,
+            rope=self._rope.at(at),
+            slot_ids=torch.from_numpy(slot_ids),
+            ring_indices=before % self._pools.layout.ring_size,
+            ring_empty=(before < 0)[seqs],
+        )
+
+
+def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Tensor) -> Tensor:
+    """The stages' attention: the ring's context, then the block's own rows, in both directions."""
+    config, rope = context.config, context.rope
+    queries, _, kv = project(weights, config, rope, x)
+    kv = q8_roundtrip(kv)
+    ring = context.pools.rings[context.slot_ids.unsqueeze(1), layer, context.ring_indices]
+    block = kv[: context.num_rows].view(-1, context.block, config.head_dim)
+    nothing = torch.zeros((len(x), context.block), dtype=torch.bool)
+    parts = [
+        (decode_window(ring)[context.seqs], context.ring_empty),
+        (block[context.seqs], nothing),
+    ]
+    o = sink_attention(queries, parts, weights.sink, config.head_dim**-0.5)
+    return output(weights, config, rope, o)

@@ -1,0 +1,59 @@
+"""A layer as a whole: two sublayers around the mixed copies of the stream (model.md C.2)."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import Tensor
+
+from phalanx.kernels.reference.hyper import Mix, MixWeights, collapse, expand, mix
+from phalanx.kernels.reference.rows import rms_norm
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.layers import AttentionWeights, LayerWeights
+from phalanx.worker_svc.model.moe import Experts, moe
+from phalanx.worker_svc.model.step import LayerContext
+
+Context = TypeVar("Context", bound=LayerContext)
+Attend = Callable[[Context, AttentionWeights, int, Tensor], Tensor]
+
+
+def run_layer(
+    context: Context,
+    attend: Attend[Context],
+    weights: LayerWeights,
+    experts: Experts,
+    layer: int,
+    h: Tensor,
+    pre: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Both sublayers: the stream [P, n, D] and the weights [P, n] with which the next layer reads it.
+
+    The attention reads the stream with the weights of the layer before, the experts with those that
+    this layer's attention made.
+    """
+    config = context.config
+    mixed = _mix(config, weights.attention_mix, h)
+    x = rms_norm(collapse(h, pre), weights.attention.norm, config.rms_norm_eps)
+    context.note("attn_in", layer, x)
+    y = attend(context, weights.attention, layer, x)
+    context.note("attn_out", layer, y)
+    h = expand(y, h, mixed)
+    pre = mixed.pre
+    mixed = _mix(config, weights.moe_mix, h)
+    x = rms_norm(collapse(h, pre), weights.moe.norm, config.rms_norm_eps)
+    context.note("ffn_in", layer, x)
+    y = moe(context, weights.moe, experts, layer, x)
+    context.note("ffn_out", layer, y)
+    h = expand(y, h, mixed)
+    context.note("h_out", layer, h)
+    context.note("pre_mix_out", layer, mixed.pre)
+    return h, mixed.pre
+
+
+def _mix(config: ModelConfig, weights: MixWeights, h: Tensor) -> Mix:
+    return mix(
+        h,
+        weights,
+        iters=config.hc_sinkhorn_iters,
+        hc_eps=config.hc_eps,
+        eps=config.rms_norm_eps,
+    )
