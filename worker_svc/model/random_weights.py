@@ -22,10 +22,14 @@ Floats = npt.NDArray[np.float32]
 _CLUSTERS: Final = 8
 _EMBED_RMS: Final = 0.12
 # Shares of an embedding's energy; the rest is the token's own direction.
-_COMMON: Final = 0.25
-_CLUSTER: Final = 0.25
+_COMMON: Final = 0.15
+_CLUSTER: Final = 0.15
 # How strongly a token pulls each of its successors.
-_SUCCESSORS: Final = (1.0, 0.85, 0.75, 0.65)
+_SUCCESSORS: Final = (1.0, 0.7, 0.5)
+_HEAD_NOISE: Final = 0.1  # share of an output row's energy that is its own
+_HEAD_GAIN: Final = 3.0
+_MARKOV_GAIN: Final = 8.0
+_ENGRAM_RMS: Final = 0.08
 
 # Row gains of linears: standard deviation times sqrt(inputs).
 _GAINS: Final = {
@@ -119,10 +123,11 @@ class RandomWeights:
     def _head(self) -> Floats:
         dim = self._config.hidden_size
         noise = self._unit_rms("head", self._own.shape)
-        rows = 0.8 * self._mixed_successors(self._own) + 0.6 * noise
+        rows = np.sqrt(1 - _HEAD_NOISE) * self._mixed_successors(self._own)
+        rows += np.sqrt(_HEAD_NOISE) * noise
         # The stream always holds the common direction, so these tokens are never near the top.
         rows[~self._writable] = -2.0 * self._common
-        return _f32(3.0 / np.sqrt(dim) * rows)
+        return _f32(_HEAD_GAIN / np.sqrt(dim) * rows)
 
     def _markov_embed(self) -> Floats:
         return self._own[:, : self._config.dspark_markov_rank]
@@ -130,7 +135,7 @@ class RandomWeights:
     def _markov_head(self) -> Floats:
         rank = self._config.dspark_markov_rank
         rows = self._mixed_successors(self._own)[:, :rank]
-        return _f32(1.6 / np.sqrt(rank) * rows)
+        return _f32(_MARKOV_GAIN / np.sqrt(rank) * rows)
 
     # --- layers ---
 
@@ -205,7 +210,7 @@ class RandomWeights:
     def _engram(self, name: str, leaf: str, shape: tuple[int, ...]) -> Floats:
         drawn = self._normal(name, shape)
         if leaf == "embed":
-            return _f32(0.2 * drawn)
+            return _f32(_ENGRAM_RMS * drawn)
         if leaf == "wkv":
             return _f32(1.5 / np.sqrt(shape[-1]) * drawn)
         return _f32(1 + 0.3 * drawn)
