@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvstore_svc.store_process import Caller, StoreProcess
 
+from phalanx.bench.kvstore_process import Caller, StoreProcess
 from phalanx.protocol.arena import Handle
 from phalanx.protocol.messages import Error, Get, PutDone
 

@@ -1,4 +1,7 @@
-"""A real KV store process with a supervisor's few essentials around it, and a caller with an arena."""
+"""A KV store process alone, with the few essentials of a supervisor around it, and a caller with an arena.
+
+The benchmark and the tests of real processes use it; a node never does.
+"""
 
 import os
 import signal
@@ -12,6 +15,7 @@ from typing import Any, Self
 
 import msgspec
 
+from phalanx.kvstore_svc.layout import Buffer
 from phalanx.protocol.arena import Arena, Handle, arena_name
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
@@ -20,12 +24,12 @@ from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
 from phalanx.protocol.link import bind_router, connect_dealer, receive_from
 from phalanx.protocol.messages import (
     Contains,
+    ContainsReply,
     Get,
     GetDone,
     KVReply,
     KVRequest,
     KVStats,
-    Message,
     Put,
     Ready,
     ToSupervisor,
@@ -36,7 +40,10 @@ DEADLINE_S = 20
 
 
 class StoreProcess:
-    """`with StoreProcess(tmp_path) as store`: a node directory; `start`, `kill`, `stop` its store."""
+    """`with StoreProcess(path) as store`: a run directory below `home`; `start`, `kill`, `stop` its store.
+
+    Keyword arguments are fields of `KVStoreConfig`.
+    """
 
     _numbers = count()
 
@@ -157,10 +164,10 @@ class Caller:
         self._call += 1
         return self._call
 
-    def put(self, key: bytes, data: bytes, *, region: int = 0, **options: Any) -> Any:
+    def put(self, key: bytes, data: Buffer, *, region: int = 0, **options: Any) -> Any:
         return self.ask(self.put_message(key, data, region=region, **options))
 
-    def put_message(self, key: bytes, data: bytes, *, region: int = 0, **options: Any) -> Put:
+    def put_message(self, key: bytes, data: Buffer, *, region: int = 0, **options: Any) -> Put:
         handle = self.region(region, len(data))
         self.arena.data[handle.offset : handle.offset + len(data)] = data
         return Put(self.next_call(), key, options.pop("kind", "block"), handle, **options)
@@ -172,7 +179,8 @@ class Caller:
         return done, bytes(self.arena.data[handle.offset : handle.offset + done.nbytes])
 
     def contains(self, *keys: bytes) -> int:
-        return self.ask(Contains(self.next_call(), keys)).prefix
+        reply: ContainsReply = self.ask(Contains(self.next_call(), keys))
+        return reply.prefix
 
     def stats(self) -> Any:
         return self.ask(KVStats(self.next_call()))
@@ -191,6 +199,3 @@ class Caller:
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-__all__ = ["Caller", "Message", "StoreProcess"]
