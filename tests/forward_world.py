@@ -101,6 +101,7 @@ class World:
         num_slots: int = 6,
         seed: int = 0,
         experts: Experts | None = None,
+        draft_experts: Experts | None = None,
         max_len: int = 256,
     ) -> None:
         weights = weights_of(shape)
@@ -112,7 +113,7 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         for pool in (self.pools.blocks[1:], self.pools.slots):
             pool.copy_(torch.randint(0, 120, pool.shape, generator=generator, dtype=torch.uint8))
-        self.model = Model(weights, self.pools, experts or LocalExperts(weights))
+        self.model = Model(weights, self.pools, experts or LocalExperts(weights), draft_experts)
         self.config = weights.config
         ids = list(range(1, num_blocks))
         self.random.shuffle(ids)
