@@ -1,6 +1,7 @@
 """The random-tiny model: a whole V4.1 network of 2 million weights, made on demand and kept.
 
-Finding it needs no torch; building it does (about two seconds, once per version of the code and of the tokenizer).
+Finding it needs no torch. Building it does, and takes about two seconds, once per tokenizer and
+version of the code.
 As a command it prints the model's directory: `python -m phalanx.worker_svc.model.random_tiny`.
 """
 
