@@ -120,6 +120,8 @@ class SupervisorCore:
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         actions = self._dispatch(event, now_ns)
+        if not actions and isinstance(event, Observed | Inspected | AcksSeen):
+            return []  # frequent, and nothing that others see has changed
         return actions + self._after(actions, now_ns)
 
     def tick(self, now_ns: int) -> list[Action]:
@@ -279,18 +281,23 @@ class SupervisorCore:
         """The process is dead or as good as dead. Killing it again is harmless: it is not reaped yet."""
         if not process.alive:
             return []
+        kill = Kill(process.spec.name, process.incarnation, signal.SIGKILL)
+        return [kill, *self._dying(process, why, since_ns, now_ns)]
+
+    def _dying(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
         name, spec = process.spec.name, process.spec
         process.stage, process.detail = Stage.DYING, why
-        actions: list[Action] = [Kill(name, process.incarnation, signal.SIGKILL)]
+        actions: list[Action] = []
         if spec.kind == "worker" and self._supervising:
             detected_ms = (now_ns - since_ns) / _MS
-            actions += self.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
+            actions = self.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
         return [*actions, Tell("lost", name, why)]
 
     def _reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:
         if not process.exists:
             return []
-        actions = self._lose(process, "died", now_ns, now_ns)
+        # The pidfd may speak before the death pipe; there is nobody left to kill.
+        actions = self._dying(process, "died", now_ns, now_ns) if process.alive else []
         name, spec = process.spec.name, process.spec
         why = describe_end(event.code, event.detail)
         if process.detail != "died":

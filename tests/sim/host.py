@@ -1,0 +1,401 @@
+"""A simulated host under the supervisor's core: virtual time, one seed, children that crash, hang, are
+starved, answer late or never, and die between any two steps of STOP and GO.
+
+`Host(seed).run()` is one life of a node: faults for a while, then calm, then a shutdown. Everything that
+must hold is checked by `host_checks.Checks` as it happens; a failing seed replays exactly.
+"""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.config import KVStoreConfig, NodeConfig
+from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.topology import Topology
+from phalanx.supervisor.core import SupervisorCore
+from phalanx.supervisor.events import (
+    AcksSeen,
+    Action,
+    BecameReady,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Kill,
+    Observed,
+    PipeClosed,
+    Progressed,
+    Publish,
+    Reaped,
+    SetEpoch,
+    ShutdownAsked,
+    Spawn,
+    Spawned,
+)
+from phalanx.supervisor.placements import GroupPlacements
+from phalanx.supervisor.processes import ProcessSpec, process_table
+from sim.host_checks import Checks
+
+MS = 1_000_000
+TICK_NS = 100 * MS
+FAULTS_END_NS = 14_000 * MS
+CALM_NS = 200_000 * MS  # a start that hangs is only given up after its deadline of 120 s
+LAYERS, EXPERTS = 2, 6
+
+Mood = Literal["well", "stopped", "deadlocked", "starved", "deaf"]
+MakeCore = Callable[[tuple[ProcessSpec, ...], GroupPlacements], SupervisorCore]
+
+
+@dataclass(eq=False)
+class Child:
+    spec: ProcessSpec
+    incarnation: int
+    born_ns: int
+    mood: Mood = "well"
+    mood_ns: int = 0  # since when
+    alive: bool = True
+    reaped: bool = False
+    said_ready: bool = False
+    killed: bool = False  # SIGKILL was sent
+    preparing: bool = False  # a worker loads experts for a GO: it looks at nothing else meanwhile
+    progress: int = 0
+    waited_ns: int = 0  # for a CPU, in earlier starvations
+
+    @property
+    def turns(self) -> bool:
+        """Whether its loop runs."""
+        return self.alive and self.mood in ("well", "deaf")
+
+
+@dataclass
+class Row:
+    """The acknowledgement words of a seat. A dead worker's words stay until the next one writes."""
+
+    incarnation: int = 0
+    stop: int = 0
+    go: int = 0
+
+
+@dataclass
+class Plan:
+    """What this seed's host is like; drawn once."""
+
+    protocol_death: float  # at each step of STOP and GO
+    slow_answer: float
+    spawn_failure: float
+    crash_looper: str  # dies at its start as long as there are faults; empty: none does
+    ignores_term: float
+    bad_input: str  # exits with BAD_INPUT at its third start; empty: none does
+
+
+@dataclass
+class Host:
+    seed: int
+    make_core: MakeCore = SupervisorCore
+    now_ns: int = 1_000_000_000
+    children: dict[str, Child] = field(default_factory=dict[str, Child])
+    rows: dict[int, Row] = field(default_factory=dict[int, Row])
+    word: int = 1
+    topology: Topology | None = None
+    finished: Finished | None = None
+    story: list[str] = field(default_factory=list[str])
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        ranks = self.rng.choice([1, 2, 3, 3, 4])
+        config = NodeConfig(
+            ranks=ranks, tokenizers=1, kvstore=KVStoreConfig(enabled=self.rng.random() < 0.5)
+        )
+        self.table = process_table(config)
+        self.specs = {spec.name: spec for spec in self.table}
+        self.rows = {seat: Row() for seat in range(ranks)}
+        self.core = self.make_core(self.table, GroupPlacements(LAYERS, EXPERTS, ranks))
+        self.checks = Checks(self)
+        self.plan = self._draw_plan()
+        self._queue: list[tuple[int, int, Callable[[], None]]] = []
+        self._count = 0
+        self.faults_end_ns = self.now_ns + FAULTS_END_NS
+
+    def _draw_plan(self) -> Plan:
+        rng, names = self.rng, sorted(self.specs)
+        return Plan(
+            protocol_death=rng.choice([0.0, 0.02, 0.1]),
+            slow_answer=rng.choice([0.0, 0.02]),
+            spawn_failure=rng.choice([0.0, 0.0, 0.05]),
+            crash_looper=rng.choice(names) if rng.random() < 0.15 else "",
+            ignores_term=rng.choice([0.0, 0.2]),
+            bad_input=rng.choice(names) if rng.random() < 0.1 else "",
+        )
+
+    # ------------------------------------------------------------ the run
+
+    def run(self) -> "Host":
+        start_ns = self.now_ns
+        for _ in range(self.rng.randint(0, 14)):
+            self.after(self.rng.randrange(FAULTS_END_NS), self._random_fault)
+        self._tick()
+        self._advance(self.faults_end_ns, lambda: False)
+        self._advance(self.faults_end_ns + CALM_NS, self._settled)
+        self.checks.settled()
+        if self.finished is None:
+            self.feed(ShutdownAsked(self.rng.choice([0, 500, 3000])))
+        self._advance(self.now_ns + 30_000 * MS, lambda: self.finished is not None)
+        self.checks.finished()
+        self.lived_s = (self.now_ns - start_ns) / 1e9
+        return self
+
+    def _settled(self) -> bool:
+        return self.finished is not None or (
+            not self.core.reasons() and all(c.mood == "well" for c in self.children.values())
+        )
+
+    def _advance(self, end_ns: int, done: Callable[[], bool]) -> None:
+        while self._queue and not done():
+            due_ns, _, act = self._queue[0]
+            if due_ns > end_ns:
+                break
+            heapq.heappop(self._queue)
+            self.now_ns = due_ns
+            act()
+        if not done():
+            self.now_ns = max(self.now_ns, end_ns)
+
+    def after(self, delay_ns: int, act: Callable[[], None]) -> None:
+        self._count += 1  # breaks ties, so that the heap never compares functions
+        heapq.heappush(self._queue, (self.now_ns + delay_ns, self._count, act))
+
+    def ms(self, low: float, high: float) -> int:
+        """A random time between two numbers of milliseconds."""
+        return int(self.rng.uniform(low, high) * MS)
+
+    # ------------------------------------------------------------ the shell
+
+    def feed(self, event: Event) -> None:
+        actions = self.core.handle(event, self.now_ns)
+        self._carry_out(actions)
+        if actions:
+            self.checks.after_event()
+
+    def _tick(self) -> None:
+        if self.finished is not None:
+            return
+        for child in list(self.children.values()):
+            if not child.reaped:
+                self.feed(self._observe(child))
+        self._carry_out(self.core.tick(self.now_ns))
+        self.checks.after_event()
+        if self.core.awaits_acks:
+            self._read_rows()
+        self.after(TICK_NS, self._tick)
+
+    def _observe(self, child: Child) -> Observed:
+        if child.turns:
+            beat_ns = self.now_ns - self.rng.randrange(200 * MS)
+            child.progress += 1
+        else:
+            beat_ns = child.mood_ns if child.alive else self.now_ns - 200 * MS
+        beat_ns = max(beat_ns, child.born_ns)
+        phase = ProcessPhase.READY if child.said_ready else ProcessPhase.LOADING
+        return Observed(child.spec.name, child.incarnation, beat_ns, child.progress, phase)
+
+    def _read_rows(self) -> None:
+        for seat, row in self.rows.items():
+            self.feed(AcksSeen(seat, row.incarnation, row.stop, row.go))
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            self.checks.action(action)
+            match action:
+                case Spawn(name, incarnation):
+                    self._spawn(self.specs[name], incarnation)
+                case Kill(name, incarnation, number):
+                    self._signal(self.children.get(name), incarnation, number)
+                case SetEpoch(epoch, seats):
+                    self.story.append(f"{self.now_ns / 1e9:.3f} epoch {epoch}")
+                    self.word = epoch
+                    self._ring(seats)
+                case Publish(topology, seats):
+                    self.topology = topology
+                    self._ring(seats)
+                case Inspect(name, incarnation):
+                    self.after(0, lambda n=name, i=incarnation: self._inspect(n, i))  # type: ignore[misc]
+                case Finished():
+                    self.finished = action
+
+    def _inspect(self, name: str, incarnation: int) -> None:
+        child = self.children.get(name)
+        if child is None or child.incarnation != incarnation or child.reaped:
+            return
+        waited_ns = child.waited_ns
+        if child.mood == "starved":
+            waited_ns += self.now_ns - child.mood_ns
+        state = {"stopped": "T", "starved": "R"}.get(child.mood, "S")
+        self.feed(Inspected(name, incarnation, state, waited_ns))
+
+    def _ring(self, seats: tuple[int, ...]) -> None:
+        for seat in seats:
+            child = self.children.get(f"worker-{seat}")
+            if child is not None and child.said_ready:
+                self._look_soon(child)
+        self.after(self.ms(0, 1), self._read_rows)
+
+    # ------------------------------------------------------------ children
+
+    def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
+        if self._faulty and self.rng.random() < self.plan.spawn_failure:
+            event = Reaped(spec.name, incarnation, ExitCode.INTERNAL, "no room for a process")
+            self.after(0, lambda: self.feed(event))
+            return
+        child = Child(spec, incarnation, self.now_ns, mood_ns=self.now_ns)
+        self.children[spec.name] = child
+        self.feed(Spawned(spec.name, incarnation, 1000 + self._count))
+        if spec.name == self.plan.bad_input and incarnation == 3:
+            self.after(self.ms(1, 50), lambda: self.die(child, ExitCode.BAD_INPUT))
+        elif spec.name == self.plan.crash_looper and self._faulty:
+            self.after(self.ms(1, 300), lambda: self.die(child, ExitCode.INTERNAL))
+        else:
+            load_ns = self.ms(300, 3000) if spec.kind == "worker" else self.ms(50, 400)
+            self.after(load_ns // 2, lambda: self._say_progress(child))
+            self.after(load_ns, lambda: self._become_ready(child))
+
+    @property
+    def _faulty(self) -> bool:
+        return self.now_ns < self.faults_end_ns
+
+    def _say_progress(self, child: Child) -> None:
+        if child.turns:
+            event = Progressed(child.spec.name, child.incarnation, "load", 0.5)
+            self.after(self.ms(0, 5), lambda: self.feed(event))
+
+    def _become_ready(self, child: Child) -> None:
+        if not child.alive:
+            return
+        if not child.turns:  # it goes on loading when it runs again
+            self.after(100 * MS, lambda: self._become_ready(child))
+            return
+        child.said_ready = True
+        if child.spec.kind == "worker":
+            self.rows[child.spec.seat].incarnation = child.incarnation  # its old answers stay there
+            self.checks.worker_changes += 1
+        event = BecameReady(child.spec.name, child.incarnation, "numbers")
+        # Messages travel: this one may come after the death of its sender.
+        self.after(self.ms(0, 30), lambda: self.feed(event))
+        if child.spec.kind == "worker":
+            self._look_soon(child)
+            self.after(200 * MS, lambda: self._look_again(child))
+
+    def _look_again(self, child: Child) -> None:
+        """A worker's sleep on its bell ends by itself."""
+        if child.alive and self.finished is None:
+            self._look(child)
+            self.after(200 * MS, lambda: self._look_again(child))
+
+    def _look_soon(self, child: Child) -> None:
+        slow = self._faulty and self.rng.random() < self.plan.slow_answer
+        self.after(self.ms(200, 2500) if slow else self.ms(0.05, 5), lambda: self._look(child))
+
+    def _look(self, child: Child) -> None:
+        """One turn of a worker's loop: obey STOP, prepare for GO."""
+        if not child.turns or child.preparing or child.mood == "deaf" or self._dies_now(child):
+            return
+        row = self.rows[child.spec.seat]
+        if self.word % 2 == 0:
+            return
+        if row.stop != self.word:
+            row.stop = self.word
+            self.checks.stop_acked(child, self.word)
+            if not self._dies_now(child):
+                self._read_soon(child.spec.seat)
+                self._look_soon(child)
+            return
+        topology = self.topology
+        if topology is None or topology.epoch != self.word + 1 or row.go == topology.epoch:
+            return
+        seat = topology.seat(child.spec.seat)
+        if seat is None or seat.state != "member" or seat.worker_incarnation != child.incarnation:
+            return
+        child.preparing = True
+        self.after(self.ms(0.1, 60), lambda: self._prepared(child, topology.epoch))
+
+    def _prepared(self, child: Child, epoch: int) -> None:
+        """Experts are loaded. If the epoch moved meanwhile this answer is stale, and still written."""
+        child.preparing = False
+        if child.turns and not self._dies_now(child):
+            self._look_soon(child)
+            self.rows[child.spec.seat].go = epoch
+            self.checks.go_acked(child, epoch)
+            if not self._dies_now(child):
+                self._read_soon(child.spec.seat)
+
+    def _read_soon(self, seat: int) -> None:
+        def read() -> None:
+            row = self.rows[seat]
+            self.feed(AcksSeen(seat, row.incarnation, row.stop, row.go))
+
+        self.after(self.ms(0, 1), read)
+
+    def _dies_now(self, child: Child) -> bool:
+        if self._faulty and self.rng.random() < self.plan.protocol_death:
+            self.die(child, -11)
+        return not child.alive
+
+    # ------------------------------------------------------------ faults and ends
+
+    def _random_fault(self) -> None:
+        living = [c for c in self.children.values() if c.alive]
+        if not living:
+            return
+        workers = [c for c in living if c.spec.kind == "worker"]
+        child = self.rng.choice(workers if workers and self.rng.random() < 0.6 else living)
+        fault = self.rng.choice(["crash", "crash", "stopped", "deadlocked", "starved", "deaf"])
+        self.story.append(f"{self.now_ns / 1e9:.3f} {fault} {child.spec.name}#{child.incarnation}")
+        if fault == "crash":
+            self.die(child, -9)
+        elif child.mood == "well":
+            child.mood, child.mood_ns = fault, self.now_ns  # type: ignore[assignment]
+            if fault == "starved":
+                self.after(self.ms(500, 4000), lambda: self._fed(child))
+            elif fault == "deaf":
+                self.after(self.ms(500, 15000), lambda: self._fed(child))
+
+    def _fed(self, child: Child) -> None:
+        if child.mood == "starved":
+            child.waited_ns += self.now_ns - child.mood_ns
+        child.mood = "well"
+        if child.spec.kind == "worker":
+            self._look_soon(child)
+
+    def _signal(self, child: Child | None, incarnation: int, number: int) -> None:
+        if child is None or child.incarnation != incarnation or child.reaped:
+            return
+        if number == 9:
+            child.killed = True
+            if child.alive:
+                self.checks.sigkilled(child)
+                self.after(self.ms(0, 20), lambda: self.die(child, -9))
+        elif child.turns and self.rng.random() >= self.plan.ignores_term:
+            drain_ns = self.ms(0, 2000) if child.spec.kind == "gateway" else self.ms(0, 300)
+            self.after(drain_ns, lambda: self.die(child, 0))
+
+    def die(self, child: Child, code: int) -> None:
+        """Pipe and pidfd tell of it separately; a process with a GPU can be reaped only much later."""
+        if not child.alive:
+            return
+        child.alive = False
+        self.checks.died(child, code)
+        name, incarnation = child.spec.name, child.incarnation
+        pipe_ns = self.ms(0, 2)
+        reap_ns = self.ms(100, 260) if self.rng.random() < 0.2 else self.ms(0, 3)
+
+        def pipe_closed() -> None:
+            self.feed(PipeClosed(name, incarnation, self.now_ns))
+
+        def reaped() -> None:
+            child.reaped = True
+            self.feed(Reaped(name, incarnation, code, "last words"))
+
+        self.after(pipe_ns, pipe_closed)
+        self.after(reap_ns, reaped)

@@ -1,0 +1,236 @@
+"""What must hold on the simulated host, checked against the truth that the core cannot see."""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.limits import (
+    GO_ACK_MS,
+    HANG_MS,
+    RESTART_DELAY_MS,
+    RESTART_WINDOW_MS,
+    RESTARTS_MAX,
+    STOP_ACK_MS,
+)
+from phalanx.protocol.placement import Placement, copies
+from phalanx.protocol.topology import Topology
+from phalanx.supervisor.core import NodeStage, Stage
+from phalanx.supervisor.events import Action, Finished, Kill, Publish, SetEpoch, Spawn
+
+if TYPE_CHECKING:
+    from sim.host import Child, Host
+
+_MS = 1_000_000
+
+
+class Violated(AssertionError):
+    """Something happened that must never happen."""
+
+
+class Checks:
+    def __init__(self, host: "Host") -> None:
+        self.host = host
+        self.spawns: dict[str, list[int]] = defaultdict(list)
+        self.incarnations: dict[str, int] = defaultdict(int)
+        self.stop_acks: dict[tuple[int, int], int] = {}  # (seat, incarnation) -> odd epoch
+        self.go_acks: dict[tuple[int, int], int] = {}
+        self.members: dict[int, list[tuple[int, int]]] = {}  # even epoch -> its group
+        self.running: list[tuple[int, int]] = []  # the group that ran last
+        self.worker_changes = 1  # reasons to move the epoch; the start is the first
+        self.banned: set[str] = set()  # said that its input is wrong
+        self.word_ns = 0  # when the epoch word changed last
+        self.go_ns = 0  # when a GO was published last
+
+    def require(self, condition: bool, text: str) -> None:
+        if not condition:
+            story = "\n".join(self.host.story[-40:])
+            raise Violated(
+                f"seed {self.host.seed}, {self.host.now_ns / 1e9:.3f} s: {text}\n{story}"
+            )
+
+    # ------------------------------------------------------------ the truth
+
+    def stop_acked(self, child: "Child", epoch: int) -> None:
+        self.stop_acks[child.spec.seat, child.incarnation] = epoch
+
+    def go_acked(self, child: "Child", epoch: int) -> None:
+        self.go_acks[child.spec.seat, child.incarnation] = epoch
+
+    def died(self, child: "Child", code: int) -> None:
+        self.host.story.append(
+            f"{self.host.now_ns / 1e9:.3f} died {child.spec.name}#{child.incarnation} {code}"
+        )
+        if child.spec.kind == "worker":
+            self.worker_changes += 1
+        if code == ExitCode.BAD_INPUT and child.spec.essential:
+            self.banned.add(child.spec.name)
+
+    def sigkilled(self, child: "Child") -> None:
+        supervising = self.host.core.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
+        if supervising:
+            self.require(child.mood != "starved", f"{child.spec.name} was only starved")
+        if child.spec.kind == "worker":
+            self.worker_changes += 1
+
+    # ------------------------------------------------------------ each action
+
+    def action(self, action: Action) -> None:
+        match action:
+            case Spawn(name, incarnation):
+                self._spawn(name, incarnation)
+            case SetEpoch(epoch):
+                self._epoch(epoch)
+            case Publish(topology):
+                self._publish(topology)
+            case Kill(name, incarnation):
+                child = self.host.children.get(name)
+                self.require(
+                    child is not None and child.incarnation == incarnation,
+                    f"signal for {name}#{incarnation}, which is not there",
+                )
+            case Finished():
+                self.require(self.host.finished is None, "finished twice")
+
+    def _spawn(self, name: str, incarnation: int) -> None:
+        now_ns, before = self.host.now_ns, self.host.children.get(name)
+        self.host.story.append(f"{now_ns / 1e9:.3f} spawn {name}#{incarnation}")
+        self.require(before is None or before.reaped, f"two live incarnations of {name}")
+        self.require(
+            incarnation > self.incarnations[name], f"{name}#{incarnation} was there before"
+        )
+        self.require(name not in self.banned, f"{name} restarted although its input is wrong")
+        self.incarnations[name] = incarnation
+        recent = [at for at in self.spawns[name] if at > now_ns - RESTART_WINDOW_MS * _MS]
+        if self.host.specs[name].essential:
+            self.require(len(recent) <= RESTARTS_MAX, f"{name} restarted too often")
+        if len(recent) >= 2:
+            gap_ms = (now_ns - recent[-1]) / _MS
+            self.require(gap_ms >= RESTART_DELAY_MS, f"{name} restarted after {gap_ms:.0f} ms")
+        self.spawns[name] = [*recent, now_ns]
+
+    def _epoch(self, epoch: int) -> None:
+        self.require(epoch > self.host.word, f"the epoch went from {self.host.word} to {epoch}")
+        self.word_ns = self.host.now_ns
+        if epoch % 2 == 1:
+            self.require(self.worker_changes > 0, f"epoch {epoch} without a change of membership")
+            self.worker_changes = 0
+            return
+        self.require(epoch == self.host.word + 1, f"epoch {epoch} after {self.host.word}")
+        topology = self.host.topology
+        self.require(
+            topology is not None and topology.epoch == epoch, f"epoch {epoch} has no topology"
+        )
+        self.running = self.members[epoch]
+        for seat, incarnation in self.running:
+            ready = self.go_acks.get((seat, incarnation)) == epoch
+            self.require(ready, f"epoch {epoch} runs, worker-{seat}#{incarnation} is not ready")
+
+    def _publish(self, topology: Topology) -> None:
+        group = [(s.seat, s.worker_incarnation) for s in topology.seats if s.state == "member"]
+        if topology.epoch < self.host.word:
+            return  # information about an epoch that is over: it only tells who is lost
+        known = self.members.setdefault(topology.epoch, group)
+        self.require(known == group, f"epoch {topology.epoch} has two groups: {known}, {group}")
+        if topology.epoch == self.host.word + 1:
+            self.go_ns = self.host.now_ns
+            self._go(topology, group)
+
+    def _go(self, topology: Topology, group: list[tuple[int, int]]) -> None:
+        for seat, incarnation in self.running:
+            if (seat, incarnation) in group:
+                stopped = self.stop_acks.get((seat, incarnation)) == self.host.word
+                self.require(stopped, f"GO {topology.epoch}: worker-{seat} has not stopped")
+            else:
+                child = self.host.children.get(f"worker-{seat}")
+                gone = child is None or child.incarnation != incarnation
+                gone = gone or child is not None and (child.killed or not child.alive)
+                self.require(gone, f"GO {topology.epoch}: lost worker-{seat} was not killed")
+        self._check_experts(topology)
+
+    def _check_experts(self, topology: Topology) -> None:
+        placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+        self.require(
+            list(placement.seats) == topology.members(),
+            f"placement for {placement.seats}, group of {topology.members()}",
+        )
+        for layer in range(len(placement.physical_to_logical)):
+            held = all(copies(placement, layer))
+            self.require(held, f"GO {topology.epoch}: an expert of layer {layer} has no holder")
+
+    # ------------------------------------------------------------ each event
+
+    def after_event(self) -> None:
+        core = self.host.core
+        for name, process in core.processes.items():
+            if process.stage is Stage.READY:
+                child = self.host.children.get(name)
+                told = (
+                    child is not None
+                    and child.incarnation == process.incarnation
+                    and child.said_ready
+                )
+                self.require(
+                    told, f"{name}#{process.incarnation} counts as ready but never said so"
+                )
+                self._check_hang(child)
+        self._check_answers()
+        if not core.reasons():
+            in_group = [seat for seat, _ in self.running]
+            whole = self.host.word % 2 == 0 and in_group == sorted(self.host.rows)
+            self.require(whole, f"healthy with seats {in_group} at epoch {self.host.word}")
+            ready = all(p.stage is Stage.READY for p in core.processes.values())
+            self.require(ready, "healthy although a process is not ready")
+
+    def _check_hang(self, child: "Child | None") -> None:
+        if child is None or child.mood not in ("stopped", "deadlocked") or not child.alive:
+            return
+        if self.host.core.stage is not NodeStage.RUNNING:
+            return
+        hung_ms = (self.host.now_ns - child.mood_ns) / _MS
+        # The last beat is up to 200 ms older or the last progress up to 100 ms younger than the hang.
+        self.require(hung_ms < HANG_MS + 400, f"{child.spec.name} hangs for {hung_ms:.0f} ms")
+
+    def _check_answers(self) -> None:
+        """Nobody is waited for without end: a member that does not answer is killed."""
+        host = self.host
+        if host.word % 2 == 0 or host.core.stage is not NodeStage.RUNNING:
+            return
+        going = host.topology is not None and host.topology.epoch == host.word + 1
+        group = self.members[host.word + 1] if going else self.running
+        acks = self.go_acks if going else self.stop_acks
+        limit_ms = (GO_ACK_MS if going else STOP_ACK_MS) + 200
+        waited_ms = (host.now_ns - (self.go_ns if going else self.word_ns)) / _MS
+        for seat, incarnation in group:
+            child = host.children.get(f"worker-{seat}")
+            if child is None or child.incarnation != incarnation or child.killed:
+                continue
+            silent = child.mood == "deaf" and acks.get((seat, incarnation), 0) < host.word
+            text = f"{child.spec.name} is waited for since {waited_ms:.0f} ms"
+            self.require(not silent or waited_ms < limit_ms, text)
+
+    # ------------------------------------------------------------ the end
+
+    def settled(self) -> None:
+        """Faults are over: all is well again, or the node was given up as the rules say."""
+        finished = self.host.finished
+        if finished is None:
+            self.require(not self.host.core.reasons(), f"not healed: {self.host.core.reasons()}")
+            return
+        if finished.code == ExitCode.GAVE_UP:
+            essential = [name for name, spec in self.host.specs.items() if spec.essential]
+            worst = max(len(self.spawns[name]) for name in essential)
+            self.require(worst == RESTARTS_MAX + 1, f"gave up after {worst} starts")
+        else:
+            bad = finished.code == ExitCode.BAD_INPUT and self.host.plan.bad_input
+            self.require(bool(bad), f"ended with {finished.code!r}: {finished.reason}")
+
+    def finished(self) -> None:
+        host = self.host
+        self.require(host.finished is not None, "the shutdown never ends")
+        assert host.finished is not None
+        alive = [c.spec.name for c in host.children.values() if not c.reaped]
+        self.require(not alive, f"finished with {alive} alive")
+        for name in host.finished.left:
+            self.require("does not die" not in name, f"left: {name}")

@@ -1,0 +1,228 @@
+"""The simulator must find bugs, else it tests nothing: each core here has one planted, and a violation has
+to show within a stated number of seeds."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from phalanx.protocol.errors import ExitCode
+from phalanx.supervisor.core import Process, SupervisorCore
+from phalanx.supervisor.events import AcksSeen, Action, BecameReady, Event, Reaped
+from phalanx.supervisor.group import Group, GroupPhase
+from phalanx.supervisor.patience import Patience
+from phalanx.supervisor.placements import GroupPlacements
+from phalanx.supervisor.restart import RestartPolicy
+from sim.host import Host
+from sim.host_checks import Violated
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED: list[tuple[Plant, int]] = []  # with the seeds within which it must be found
+
+
+def planted(seeds: int) -> Callable[[Plant], Plant]:
+    def note(plant: Plant) -> Plant:
+        PLANTED.append((plant, seeds))
+        return plant
+
+    return note
+
+
+@planted(seeds=10)
+def believes_stale_acks(patch: pytest.MonkeyPatch) -> None:
+    def acks(self: Group, seen: AcksSeen, now_ns: int) -> list[Action]:
+        acknowledged = seen.stop if self.phase is GroupPhase.STOPPING else seen.go
+        if seen.seat not in self.waiting or not acknowledged:
+            return []
+        del self.waiting[seen.seat]
+        return self._advance(now_ns)
+
+    patch.setattr(Group, "acks", acks)
+
+
+@planted(seeds=10)
+def does_not_kill_the_lost_one(patch: pytest.MonkeyPatch) -> None:
+    def lose(
+        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        return self._dying(process, why, since_ns, now_ns) if process.alive else []
+
+    patch.setattr(SupervisorCore, "_lose", lose)
+
+
+@planted(seeds=10)
+def goes_before_all_have_answered(patch: pytest.MonkeyPatch) -> None:
+    def advance(self: Group, now_ns: int) -> list[Action]:
+        if len(self.waiting) > 1:
+            return []
+        self.waiting.clear()
+        return self._run(now_ns) if self.phase is GroupPhase.GOING else self._try_go(now_ns)
+
+    patch.setattr(Group, "_advance", advance)
+
+
+@planted(seeds=40)
+def restarts_without_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RestartPolicy, "delay_ns", lambda self, now_ns: 0)
+
+
+@planted(seeds=10)
+def restarts_without_backoff(patch: pytest.MonkeyPatch) -> None:
+    right = RestartPolicy.delay_ns
+
+    def delay_ns(self: RestartPolicy, now_ns: int) -> int | None:
+        return None if right(self, now_ns) is None else 0
+
+    patch.setattr(RestartPolicy, "delay_ns", delay_ns)
+
+
+@planted(seeds=40)
+def repeats_the_epoch_after_a_death_in_go(patch: pytest.MonkeyPatch) -> None:
+    right = Group._stop
+
+    def stop(self: Group, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+        if self.phase is GroupPhase.GOING:
+            self.epoch -= 2  # so that the right code arrives at the same odd number
+        return right(self, cause, detected_ms, now_ns)
+
+    patch.setattr(Group, "_stop", stop)
+
+
+@planted(seeds=40)
+def hears_the_dead(patch: pytest.MonkeyPatch) -> None:
+    right = SupervisorCore._dispatch
+
+    def dispatch(self: SupervisorCore, event: Event, now_ns: int) -> list[Action]:
+        if isinstance(event, BecameReady):
+            return self._ready(self.processes[event.name], event.fingerprint, now_ns)
+        return right(self, event, now_ns)
+
+    patch.setattr(SupervisorCore, "_dispatch", dispatch)
+
+
+@planted(seeds=10)
+def restarts_before_the_old_one_is_reaped(patch: pytest.MonkeyPatch) -> None:
+    right = SupervisorCore._dying
+
+    def dying(
+        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        actions = right(self, process, why, since_ns, now_ns)
+        return actions + self._spawn(process, now_ns)
+
+    patch.setattr(SupervisorCore, "_dying", dying)
+
+
+@planted(seeds=20)
+def takes_a_starved_process_for_hung(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Patience, "inspected", lambda self, state, waited_ns: None)
+    patch.setattr(
+        Patience,
+        "exhausted",
+        lambda self, now_ns, limit_ms, cap_ms: self.silent_ms(now_ns) > limit_ms,
+    )
+
+
+@planted(seeds=20)
+def never_looks_for_hangs(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SupervisorCore, "_find_hung", lambda self, now_ns: [])
+
+
+@planted(seeds=40)
+def waits_for_ever_for_an_answer(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Group, "overdue", lambda self, now_ns: [])
+
+
+@planted(seeds=40)
+def forgets_who_became_ready_during_go(patch: pytest.MonkeyPatch) -> None:
+    right = Group.ready
+
+    def ready(self: Group, seat: int, fingerprint: str, now_ns: int) -> list[Action]:
+        if self.phase is GroupPhase.GOING:
+            return []
+        return right(self, seat, fingerprint, now_ns)
+
+    patch.setattr(Group, "ready", ready)
+
+
+@planted(seeds=150)
+def waits_for_the_dead_in_stop(patch: pytest.MonkeyPatch) -> None:
+    right = Group.lost
+
+    def lost(self: Group, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+        if self.phase is GroupPhase.STOPPING and seat in self.members:
+            self.seats[seat].state = "lost"
+            del self.members[seat]
+            return []
+        return right(self, seat, cause, detected_ms, now_ns)
+
+    patch.setattr(Group, "lost", lost)
+
+
+@planted(seeds=10)
+def moves_the_epoch_for_a_scheduler(patch: pytest.MonkeyPatch) -> None:
+    right = SupervisorCore._dying
+
+    def dying(
+        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        actions = right(self, process, why, since_ns, now_ns)
+        if process.spec.kind == "scheduler" and self.group.phase is GroupPhase.RUNNING:
+            actions += self.group._stop("scheduler died", 0.0, now_ns)
+        return actions
+
+    patch.setattr(SupervisorCore, "_dying", dying)
+
+
+@planted(seeds=100)
+def restarts_after_bad_input(patch: pytest.MonkeyPatch) -> None:
+    right = SupervisorCore._reaped
+
+    def reaped(self: SupervisorCore, process: Process, event: Reaped, now_ns: int) -> list[Action]:
+        if event.code == ExitCode.BAD_INPUT:
+            event = Reaped(event.name, event.incarnation, ExitCode.INTERNAL, event.detail)
+        return right(self, process, event, now_ns)
+
+    patch.setattr(SupervisorCore, "_reaped", reaped)
+
+
+@planted(seeds=10)
+def is_always_healthy(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SupervisorCore, "reasons", lambda self: [])
+
+
+@planted(seeds=40)
+def publishes_between_stop_and_go(patch: pytest.MonkeyPatch) -> None:
+    """Gives members another topology for the same epoch."""
+
+    def publish(self: Group) -> list[Action]:
+        if self.phase is GroupPhase.FORMING:
+            return []
+        return self._publish(self.epoch + self.epoch % 2)
+
+    patch.setattr(Group, "publish", publish)
+
+
+@planted(seeds=40)
+def never_kills_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SupervisorCore, "_kill_all", lambda self, now_ns: self._finish())
+
+
+@planted(seeds=10)
+def forgets_experts_of_the_lost(patch: pytest.MonkeyPatch) -> None:
+    right = GroupPlacements.settle
+
+    def settle(self: GroupPlacements, seats: tuple[int, ...]) -> bytes | None:
+        if self.current is not None and len(seats) < len(self.current.seats):
+            return msgspec.msgpack.encode(self.current)
+        return right(self, seats)
+
+    patch.setattr(GroupPlacements, "settle", settle)
+
+
+@pytest.mark.parametrize("plant, seeds", PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_bug_is_found(plant: Plant, seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(Violated):
+        for seed in range(seeds):
+            Host(seed).run()
