@@ -48,6 +48,8 @@ def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
     num_rows, depth = x.shape
     if num_rows == 0:
         return x.new_empty((0, weight.shape[0]))
+    if weight.shape[0] == 1:  # would become a product with a vector, which has no tiles
+        return matmul_rows(x, weight.expand(2, -1))[:, :1]
     tiles = pad_rows(x).view(-1, TILE, depth)
     product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1))
     return product.view(-1, weight.shape[0])[:num_rows]

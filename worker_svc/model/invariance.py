@@ -51,7 +51,7 @@ def _operations(generator: torch.Generator) -> Iterator[tuple[str, RowOperation,
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    for depth, width in ((64, 256), (128, 24), (128, 8), (512, 96), (1280, 512)):
+    for depth, width in ((64, 256), (128, 24), (128, 1), (512, 96), (1280, 512)):
         weight = random(width, depth)
         yield f"matmul {depth}x{width}", partial(matmul_rows, weight=weight), (depth,)
     for function in (torch.exp, torch.sigmoid, *_ACTIVATIONS):
