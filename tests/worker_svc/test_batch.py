@@ -35,7 +35,8 @@ def test_geometry(seed: int) -> None:
         i: next(r for r, (j, _, _) in enumerate(real) if j == i) for i in range(len(sequences))
     }
     for row, (i, s, position) in enumerate(real):
-        assert (rows.seqs[row], rows.positions[row], rows.slots[row]) == (i, position, s.slot)
+        at = rows.seqs[row], rows.positions[row], rows.slots[row]
+        assert [int(value) for value in at] == [i, position, s.slot]
         for place in range(WINDOW):
             wanted = position - before + place
             assert rows.window_empty[row, place] == (wanted < 0)
