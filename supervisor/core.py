@@ -304,8 +304,8 @@ class SupervisorCore:
             why = f"{process.detail} ({why})"
         process.stage, process.detail, process.pid = Stage.DOWN, why, 0
         actions += [Sweep(), Tell("ended", name, why)]
-        if not self._supervising or process.leaving:
-            return actions
+        if not self._supervising or process.leaving or self.failed:
+            return actions + self._shutdown_step(now_ns)
         if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
             return actions + self._fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
         delay_ns = process.policy.delay_ns(now_ns)

@@ -1,0 +1,600 @@
+"""The supervisor's decisions as stories: what happens, and what it does. Virtual time, no processes."""
+
+import signal
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import pytest
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.config import KVStoreConfig, NodeConfig
+from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.limits import (
+    BUSY_SILENCE_MS,
+    GO_ACK_MS,
+    HANG_MS,
+    RESTARTS_MAX,
+    STARVED_MS_MAX,
+    STOP_ACK_MS,
+    TERM_GRACE_MS,
+)
+from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
+from phalanx.protocol.topology import Topology
+from phalanx.supervisor.core import NodeStage, Stage, SupervisorCore, describe_end
+from phalanx.supervisor.events import (
+    AcksSeen,
+    Action,
+    BecameReady,
+    Event,
+    Finished,
+    Inspect,
+    Inspected,
+    Kill,
+    KillAsked,
+    Observed,
+    PipeClosed,
+    Progressed,
+    Publish,
+    Reaped,
+    Send,
+    SetEpoch,
+    ShutdownAsked,
+    Spawn,
+    Tell,
+)
+from phalanx.supervisor.placements import GroupPlacements
+from phalanx.supervisor.processes import process_table
+from phalanx.supervisor.status import status
+
+MS = 1_000_000
+A = TypeVar("A", bound=Action)
+
+
+@dataclass
+class Story:
+    """A core and its clock. Actions of all events are kept until `take`."""
+
+    ranks: int = 3
+    now_ns: int = 5_000_000_000
+    actions: list[Action] = field(default_factory=list[Action])
+    silent: set[str] = field(default_factory=set[str])  # processes that do not beat
+
+    def __post_init__(self) -> None:
+        self.config = NodeConfig(
+            run_dir="/tmp/story", ranks=self.ranks, tokenizers=1, kvstore=KVStoreConfig()
+        )
+        table = process_table(self.config)
+        self.core = SupervisorCore(table, GroupPlacements(2, 6, self.ranks))
+        self.actions += self.core.tick(self.now_ns)
+
+    def feed(self, *events: Event) -> "Story":
+        for event in events:
+            self.actions += self.core.handle(event, self.now_ns)
+        return self
+
+    def wait(self, ms: int) -> "Story":
+        """Time passes in ticks; whoever is not `silent` beats."""
+        end_ns = self.now_ns + ms * MS
+        while self.now_ns < end_ns:
+            self.now_ns = min(self.now_ns + 100 * MS, end_ns)
+            for name, process in self.core.processes.items():
+                if process.alive and name not in self.silent:
+                    beat = Observed(name, process.incarnation, self.now_ns, 0, ProcessPhase.READY)
+                    self.feed(beat)
+            self.actions += self.core.tick(self.now_ns)
+        return self
+
+    def take(self, kind: type[A]) -> list[A]:
+        """The actions of one kind since the last `take` of any kind."""
+        taken, self.actions = [a for a in self.actions if isinstance(a, kind)], []
+        return taken
+
+    def ready(self, *names: str, fingerprint: str = "n") -> "Story":
+        for name in names:
+            incarnation = self.core.processes[name].incarnation
+            self.feed(BecameReady(name, incarnation, fingerprint))
+        return self
+
+    def acks(self, stop: int = 0, go: int = 0, seats: tuple[int, ...] | None = None) -> "Story":
+        for seat in range(self.ranks) if seats is None else seats:
+            incarnation = self.core.workers[seat].incarnation
+            self.feed(AcksSeen(seat, incarnation, stop, go))
+        return self
+
+    def dies(self, name: str, code: int = -9, reaped: bool = True) -> "Story":
+        incarnation = self.core.processes[name].incarnation
+        self.feed(PipeClosed(name, incarnation, self.now_ns))
+        return self.feed(Reaped(name, incarnation, code)) if reaped else self
+
+    @property
+    def epoch(self) -> int:
+        return self.core.group.epoch
+
+
+def running(ranks: int = 3) -> Story:
+    story = Story(ranks)
+    story.ready(*story.core.processes).acks(go=2)
+    assert not story.core.reasons()
+    story.actions.clear()
+    return story
+
+
+# ---------------------------------------------------------------- start
+
+
+def test_everything_starts_at_once_and_the_group_forms_when_all_workers_are_ready() -> None:
+    story = Story()
+    assert {a.name for a in story.take(Spawn)} == set(story.core.processes)
+    story.ready("worker-0", "worker-1")
+    assert story.take(Publish) == [] and story.epoch == 1
+    story.ready("worker-2")
+    published = story.take(Publish)
+    assert [p.topology.epoch for p in published] == [2]
+    story.acks(go=2, seats=(0, 2))
+    assert story.take(SetEpoch) == []
+    story.acks(go=2, seats=(1,))
+    assert story.take(SetEpoch) == [SetEpoch(2, (0, 1, 2))]
+
+
+def test_start_says_what_it_waits_for() -> None:
+    story = Story(1).ready("worker-0", "gateway")
+    assert story.core.reasons()[0] == "scheduler-0 is starting"
+    story.feed(Progressed("scheduler-0", 1, "load", 0.5))
+    assert story.core.reasons()[0] == "scheduler-0 is load"
+
+
+def test_bad_input_ends_the_node_at_once_with_its_reason() -> None:
+    story = Story().ready("gateway")
+    story.feed(Reaped("worker-1", 1, ExitCode.BAD_INPUT, "no such checkpoint"))
+    assert story.core.failed == "worker-1: exit code 2 BAD_INPUT: no such checkpoint"
+    assert Spawn("worker-1", 2) not in story.actions
+    assert Send("gateway", 1, Drain(0)) in story.actions
+    for name in story.core.processes:
+        story.feed(Reaped(name, story.core.processes[name].incarnation, 0))
+    story.actions += story.core.tick(story.now_ns)
+    (finished,) = story.take(Finished)
+    assert finished.code == ExitCode.BAD_INPUT
+
+
+def test_a_worker_with_other_numerics_does_not_join() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    story.ready("worker-1", fingerprint="other")
+    assert story.epoch == 4 and story.core.group.members.keys() == {0, 2}
+    assert Kill("worker-1", 2, signal.SIGKILL) in story.actions
+    story.feed(Reaped("worker-1", 2, -9)).wait(10_000)
+    assert story.core.processes["worker-1"].incarnation == 2, "a restart would not help"
+    assert any("fingerprint is other, the group's is n" in why for why in story.core.reasons())
+
+
+def test_workers_that_differ_at_the_start_fail_the_node() -> None:
+    story = Story().ready("worker-0").ready("worker-1", fingerprint="other")
+    assert story.core.code == ExitCode.UNHEALTHY
+    assert story.core.failed == "worker-1: its numerics fingerprint is other, the group's is n"
+
+
+# ---------------------------------------------------------------- the two phases
+
+
+def test_death_of_a_worker_stops_goes_and_lets_its_replacement_join() -> None:
+    story = running()
+    story.feed(PipeClosed("worker-1", 1, story.now_ns))
+    kinds = [type(action) for action in story.actions]
+    assert kinds.index(SetEpoch) < kinds.index(Tell), "the group stops before anything slower"
+    assert story.actions[0] == Kill("worker-1", 1, signal.SIGKILL)
+    assert story.take(SetEpoch) == [SetEpoch(3, (0, 2))]
+
+    story.acks(stop=3, seats=(0, 2))
+    (published,) = story.take(Publish)
+    states = {s.seat: s.state for s in published.topology.seats}
+    assert states == {0: "member", 1: "lost", 2: "member"} and published.topology.epoch == 4
+
+    story.acks(go=4, seats=(0, 2))
+    assert SetEpoch(4, (0, 2)) in story.actions
+    told = [a.name for a in story.take(Send) if a.message == TopologyChanged(4)]
+    assert set(told) == {"gateway", "scheduler-0", "scheduler-1", "scheduler-2"}
+    assert story.core.reasons() == ["worker-1 is down: died"], "its restart waits for the reaping"
+
+    story.feed(Reaped("worker-1", 1, -9))
+    assert Spawn("worker-1", 2) in story.actions, "the first restart is immediate"
+    story.ready("worker-1")
+    assert story.epoch == 5
+    story.acks(stop=5, seats=(0, 2))
+    assert story.core.group.members == {0: 1, 1: 2, 2: 1}
+    story.acks(go=6)
+    assert story.epoch == 6 and story.core.reasons() == []
+    causes = [(r.epoch, r.cause, r.survivors) for r in story.core.group.records]
+    assert causes == [
+        (2, "start", (0, 1, 2)),
+        (4, "worker-1 died", (0, 2)),
+        (6, "worker-1 joined", (0, 1, 2)),
+    ]
+
+
+def test_second_death_during_stop_is_part_of_the_same_change() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0,)).dies("worker-2")
+    assert story.epoch == 3
+    # Two of three are gone: six experts do not fit into one seat's three slots.
+    assert story.core.reasons()[-1] == "the group is stopped: too few workers hold all experts"
+    story.ready("worker-2").acks(go=4, seats=(0, 2))
+    assert story.epoch == 4
+    assert story.core.group.records[-1].cause == "worker-1 died; worker-2 died"
+
+
+def test_death_during_go_begins_again_with_the_next_odd_number() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0,))
+    story.ready("worker-1").dies("worker-0")
+    assert story.epoch == 5, "4 was never used"
+    story.acks(stop=3, seats=(2,))
+    assert story.core.group.waiting.keys() == {2}, "an answer to the old STOP is none to this one"
+    story.acks(stop=5, seats=(2,))
+    story.acks(go=4, seats=(2,)).acks(go=6, seats=(1,))
+    assert story.epoch == 5
+    story.acks(go=6, seats=(2,))
+    assert story.epoch == 6 and story.core.group.members == {1: 2, 2: 1}
+
+
+def test_death_of_the_joiner_in_its_own_go() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    story.ready("worker-1").acks(stop=5, seats=(0, 2)).acks(go=6, seats=(0, 2))
+    assert story.epoch == 5
+    story.dies("worker-1")
+    assert story.epoch == 7
+    story.acks(stop=7, seats=(0, 2)).acks(go=8, seats=(0, 2))
+    assert story.epoch == 8 and story.core.group.members == {0: 1, 2: 1}
+
+
+def test_ready_during_go_joins_right_after_it() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2))
+    story.ready("worker-1")
+    assert story.core.group.members == {0: 1, 2: 1}
+    story.acks(go=4, seats=(0, 2))
+    assert [e.epoch for e in story.take(SetEpoch)][-2:] == [4, 5]
+
+
+def test_no_answer_to_stop_is_a_loss_too() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0,))
+    story.wait(STOP_ACK_MS - 100)
+    assert story.core.group.members.keys() == {0, 2}
+    story.feed(Inspected("worker-2", 1, "S", 0)).wait(200)
+    assert Kill("worker-2", 1, signal.SIGKILL) in story.actions
+    assert story.core.group.members.keys() == {0}
+
+
+def test_no_answer_to_go_is_a_loss_too() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0,))
+    story.wait(GO_ACK_MS - 100).feed(Inspected("worker-2", 1, "S", 0)).wait(200)
+    assert Kill("worker-2", 1, signal.SIGKILL) in story.actions
+    assert story.epoch == 5
+
+
+def test_the_last_member_dies_and_the_first_replacement_goes_on_alone() -> None:
+    story = running(1)
+    story.dies("worker-0")
+    assert story.epoch == 3
+    (published,) = story.take(Publish)[:1]
+    assert published.topology.epoch == 2, "information, no GO"
+    assert published.topology.members() == []
+    story.ready("worker-0").acks(go=4)
+    assert story.epoch == 4 and story.core.reasons() == []
+
+
+def test_death_of_a_service_does_not_move_the_epoch() -> None:
+    story = running()
+    for name in ("scheduler-1", "gateway", "tokenizer-0", "kvstore", "eplb"):
+        story.dies(name).ready(name)
+    assert story.epoch == 2 and story.take(SetEpoch) == []
+    topology = story.core.group.published
+    assert isinstance(topology, Topology)
+    assert [s.scheduler_incarnation for s in topology.seats] == [1, 2, 1]
+
+
+def test_members_see_one_topology_an_epoch() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2))
+    story.actions.clear()
+    story.dies("scheduler-0")
+    assert story.take(Publish) == [], "between GO and the even word nothing else is published"
+    story.acks(go=4, seats=(0, 2))
+    (published,) = story.take(Publish)
+    assert published.topology.epoch == 4
+    assert published.topology.seats[0].scheduler_incarnation == 2
+
+
+# ---------------------------------------------------------------- restarts
+
+
+def test_restarts_back_off_and_end_in_giving_up() -> None:
+    story = running()
+    delays: list[float] = []
+    for _ in range(RESTARTS_MAX):
+        before = story.core.processes["tokenizer-0"].incarnation
+        died_ns = story.now_ns
+        story.dies("tokenizer-0")
+        while story.core.processes["tokenizer-0"].incarnation == before:
+            story.wait(100)
+        delays.append((story.now_ns - died_ns) / MS)
+    assert delays == [0, 100, 200, 400, 800, 1600, 3200, 5000]
+    story.dies("tokenizer-0", code=70)
+    assert story.core.code == ExitCode.GAVE_UP
+    assert story.core.failed.startswith("tokenizer-0 died 9 times within a minute")
+
+
+def test_the_node_outlives_a_kvstore_that_cannot_stay_up() -> None:
+    story = running()
+    for _ in range(30):
+        story.dies("kvstore", code=70).wait(5000)
+    assert story.core.stage is NodeStage.RUNNING
+    assert story.core.processes["kvstore"].incarnation > 25
+    story.dies("kvstore", code=int(ExitCode.BAD_INPUT))
+    assert story.core.stage is NodeStage.RUNNING, "its directory went bad while the node serves"
+
+
+def test_old_deaths_are_forgiven() -> None:
+    story = running()
+    for _ in range(3 * RESTARTS_MAX):
+        story.dies("gateway")
+        assert story.core.processes["gateway"].stage is Stage.STARTING
+        story.wait(61_000)
+    assert story.core.failed == ""
+
+
+def test_a_spawn_that_fails_is_a_death() -> None:
+    story = running()
+    story.dies("gateway")
+    story.feed(Reaped("gateway", 2, ExitCode.INTERNAL, "no room for a process"))
+    story.wait(100)
+    assert story.core.processes["gateway"].incarnation == 3
+
+
+def test_late_words_of_a_dead_incarnation_change_nothing() -> None:
+    story = running()
+    story.dies("scheduler-0")
+    story.feed(
+        BecameReady("scheduler-0", 1),
+        PipeClosed("scheduler-0", 1, story.now_ns),
+        Reaped("scheduler-0", 1, 0),
+        Progressed("scheduler-0", 1, "load"),
+    )
+    process = story.core.processes["scheduler-0"]
+    assert (process.incarnation, process.stage) == (2, Stage.STARTING)
+
+
+# ---------------------------------------------------------------- hangs
+
+
+def hung(story: Story, name: str) -> bool:
+    return not story.core.processes[name].alive
+
+
+def test_a_silent_process_is_looked_at_then_killed() -> None:
+    story = running()
+    story.silent.add("worker-1")
+    story.wait(600)
+    assert Inspect("worker-1", 1) in story.actions
+    story.feed(Inspected("worker-1", 1, "S", 0)).wait(HANG_MS - 700)
+    assert not hung(story, "worker-1")
+    story.wait(200)
+    assert hung(story, "worker-1") and story.epoch == 3
+    assert story.core.processes["worker-1"].detail.startswith("hung: no sign of life for 1")
+    story.acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    assert story.core.group.records[-1].detected_ms >= HANG_MS
+
+
+def test_a_stopped_process_is_hung_even_while_it_loads() -> None:
+    story = Story()
+    story.silent.add("worker-1")
+    story.wait(600).feed(Inspected("worker-1", 1, "T", 0)).wait(HANG_MS - 500)
+    assert hung(story, "worker-1")
+
+
+def test_a_quiet_load_is_not_a_hang() -> None:
+    story = Story()
+    story.silent.add("worker-1")
+    story.wait(600).feed(Inspected("worker-1", 1, "R", 0)).wait(20_000)
+    assert not hung(story, "worker-1")
+
+
+def starve(story: Story, name: str, ms: int) -> None:
+    """Silent, and all the time runnable without a CPU."""
+    story.silent.add(name)
+    for waited_ms in range(0, ms, 100):
+        story.wait(100).feed(Inspected(name, 1, "R", waited_ms * MS))
+
+
+def test_a_starved_process_is_not_a_hung_one() -> None:
+    story = running()
+    starve(story, "worker-1", STARVED_MS_MAX - 500)
+    assert not hung(story, "worker-1")
+    story.silent.clear()
+    story.wait(1000).silent.add("worker-1")
+    story.wait(600).feed(Inspected("worker-1", 1, "S", 0)).wait(HANG_MS - 400)
+    assert hung(story, "worker-1"), "what it waited before is not counted again"
+
+
+def test_starvation_ends_too() -> None:
+    story = running()
+    starve(story, "worker-1", STARVED_MS_MAX + 300)
+    assert hung(story, "worker-1")
+
+
+def test_a_starved_survivor_may_answer_late() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0,))
+    starve(story, "worker-2", 3000)
+    assert not hung(story, "worker-2")
+    story.acks(stop=3, seats=(2,)).acks(go=4, seats=(0, 2))
+    assert story.epoch == 4
+
+
+def test_waiting_for_a_disk_is_not_a_hang() -> None:
+    story = running()
+    story.silent.add("kvstore")
+    story.wait(600).feed(Inspected("kvstore", 1, "D", 0)).wait(20_000)
+    assert not hung(story, "kvstore")
+
+
+def test_one_long_call_of_a_service_is_not_a_hang_but_ends() -> None:
+    story = running()
+    story.silent.add("tokenizer-0")
+    story.wait(600).feed(Inspected("tokenizer-0", 1, "R", 0)).wait(BUSY_SILENCE_MS - 1000)
+    assert not hung(story, "tokenizer-0")
+    story.wait(600)
+    assert hung(story, "tokenizer-0")
+
+
+def test_a_long_prefill_counts_as_progress() -> None:
+    story = running()
+    story.silent.add("worker-1")
+    for layer in range(100):
+        story.feed(Observed("worker-1", 1, 1, layer, ProcessPhase.BUSY))
+        story.wait(1000)
+    assert not hung(story, "worker-1")
+
+
+def test_busy_for_ever_without_progress_is_a_hang() -> None:
+    story = running()
+    story.silent.add("worker-1")
+    for _ in range(BUSY_SILENCE_MS // 100 + 2):
+        story.feed(Observed("worker-1", 1, story.now_ns, 7, ProcessPhase.BUSY)).wait(100)
+    assert hung(story, "worker-1")
+    assert story.core.processes["worker-1"].detail.startswith("stuck: busy without progress")
+
+
+def test_our_own_pause_is_not_their_silence() -> None:
+    """A paused container: every beat is old when it goes on."""
+    story = running()
+    story.now_ns += 60_000 * MS
+    story.actions += story.core.tick(story.now_ns)
+    for name in story.core.processes:
+        story.feed(Inspected(name, 1, "S", 0))
+    story.wait(5000)
+    assert not any(hung(story, name) for name in story.core.processes)
+
+
+# ---------------------------------------------------------------- health
+
+
+def test_health_names_processes_and_is_sent_on_every_change() -> None:
+    story = running()
+    story.dies("worker-1", reaped=False)
+    updates = [a.message for a in story.take(Send)]
+    (update,) = [m for m in updates if isinstance(m, HealthUpdate)]
+    assert not update.healthy
+    assert update.reasons == (
+        "worker-1 is down: died",
+        "the group is changing, waiting for worker-0, worker-2",
+    )
+
+
+def test_a_new_gateway_is_told_how_things_stand() -> None:
+    story = running()
+    story.dies("gateway")
+    story.actions.clear()
+    story.ready("gateway")
+    sent = [a.message for a in story.take(Send)]
+    assert TopologyChanged(2) in sent
+    assert [m for m in sent if isinstance(m, HealthUpdate)][-1] == HealthUpdate(True, 2, ())
+
+
+def test_status_lists_live_processes_only() -> None:
+    story = running()
+    story.dies("worker-1").dies("worker-1")
+    assert story.core.processes["worker-1"].stage is Stage.WAITING
+    reply = status(story.core, story.config, 77, 5, story.now_ns)
+    names = [p.name for p in reply.processes]
+    assert names[0] == "supervisor" and "worker-1" not in names and "worker-0" in names
+    assert (reply.call, reply.healthy, reply.epoch) == (5, False, 3)
+    assert [(r.slot, r.state, r.incarnation) for r in reply.ranks][1] == (1, "lost", 2)
+
+
+# ---------------------------------------------------------------- the end
+
+
+def end(story: Story, *names: str, code: int = 0) -> None:
+    for name in names:
+        story.feed(Reaped(name, story.core.processes[name].incarnation, code))
+    story.actions += story.core.tick(story.now_ns)
+
+
+def others(story: Story) -> list[str]:
+    return [name for name in story.core.processes if name != "gateway"]
+
+
+def test_shutdown_drains_the_gateway_then_ends_the_rest() -> None:
+    story = running().feed(ShutdownAsked(3000))
+    kills = [a for a in story.actions if isinstance(a, Kill)]
+    assert kills == [Kill("gateway", 1, signal.SIGTERM)]
+    assert Send("gateway", 1, Drain(3000)) in story.actions
+    story.wait(2000)
+    story.actions.clear()
+    end(story, "gateway")
+    assert {a.name for a in story.take(Kill)} == set(others(story))
+    end(story, *others(story))
+    assert story.take(Finished) == [Finished(ExitCode.OK, "", ())]
+
+
+def test_a_worker_that_dies_during_the_drain_is_replaced() -> None:
+    story = running().feed(ShutdownAsked(60_000))
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    assert story.epoch == 4
+    assert story.core.processes["worker-1"].incarnation == 2
+    story.dies("gateway").wait(100)
+    assert story.core.stage is NodeStage.TERMINATING, "a gateway that is gone has drained"
+
+
+def test_a_gateway_that_does_not_end_is_killed_and_reported() -> None:
+    story = running().feed(ShutdownAsked(1000)).wait(1000 + TERM_GRACE_MS - 100)
+    assert Kill("gateway", 1, signal.SIGKILL) not in story.actions
+    story.wait(200)
+    assert Kill("gateway", 1, signal.SIGKILL) in story.actions
+    end(story, "gateway", code=-9)
+    end(story, *others(story))
+    assert story.take(Finished) == [Finished(ExitCode.OK, "", ("gateway (killed)",))]
+
+
+def test_leftovers_are_killed_after_their_grace() -> None:
+    story = running().feed(ShutdownAsked(0))
+    end(story, "gateway")
+    end(story, *others(story)[1:])
+    story.wait(TERM_GRACE_MS + 100)
+    assert Kill("worker-0", 1, signal.SIGKILL) in story.actions
+    end(story, "worker-0", code=-9)
+    assert story.take(Finished) == [Finished(ExitCode.OK, "", ("worker-0 (killed)",))]
+
+
+def test_shutdown_ends_even_if_the_kernel_holds_a_process() -> None:
+    story = running().feed(KillAsked())
+    assert len(story.take(Kill)) == len(story.core.processes)
+    end(story, *others(story), code=-9)
+    story.wait(5100)
+    (finished,) = story.take(Finished)
+    assert "gateway (does not die)" in finished.left
+
+
+def test_shutdown_during_the_start() -> None:
+    story = Story().feed(ShutdownAsked(1000))
+    story.feed(Reaped("gateway", 1, -15))
+    end(story, *others(story), code=-15)
+    assert story.take(Finished) == [Finished(ExitCode.OK, "", ())]
+
+
+def test_the_second_request_shortens_the_drain() -> None:
+    story = running().feed(ShutdownAsked(60_000)).wait(500).feed(ShutdownAsked(0))
+    story.wait(TERM_GRACE_MS + 100)
+    assert story.core.stage is NodeStage.TERMINATING
+
+
+@pytest.mark.parametrize(
+    "code, text",
+    [(-9, "ended by SIGKILL"), (70, "exit code 70 INTERNAL"), (1, "exit code 1")],
+)
+def test_ends_are_described_for_people(code: int, text: str) -> None:
+    assert describe_end(code, "") == text
+    assert describe_end(code, "why") == f"{text}: why"
