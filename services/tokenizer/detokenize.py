@@ -7,13 +7,14 @@ Nothing here raises on odd ids: bytes that are not UTF-8 become U+FFFD, unknown 
 """
 
 import codecs
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
+
+from phalanx.services.tokenizer.encode import settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ def read_carry(carry: bytes) -> TextState:
 
 def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """The detokenizer that suits the tokenizer's decoder."""
-    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
+    decoder = settings(tokenizer.decoder)
     added = tokenizer.get_added_tokens_decoder()
     special = frozenset(token for token, entry in added.items() if entry.special)
     if decoder.get("type") == "ByteLevel":

@@ -10,8 +10,9 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 PIECE_CHARS = 16_384  # a few milliseconds of work
 
@@ -62,26 +63,32 @@ class TextEncoder:
 
 def can_cut(tokenizer: Tokenizer) -> bool:
     """Whether the places of `_CUT` are cuts for this tokenizer: V4.1's rules, and nothing that looks across."""
-    parts = json.loads(tokenizer.to_str())
-    splits = (parts["pre_tokenizer"] or {}).get("pretokenizers", [])
+    splits = settings(tokenizer.pre_tokenizer).get("pretokenizers", [])
     rules = [split.get("pattern", {}).get("Regex") for split in splits]
-    bytes_last = {"add_prefix_space": False, "use_regex": False}
+    if rules not in ([DIGITS, CJK, WORDS, None], [DIGIT, CJK, WORDS, None]):
+        return False
+    isolated = all(split["behavior"] == "Isolated" and not split["invert"] for split in splits[:3])
+    bytes_last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+    normalizer, post_processor = settings(tokenizer.normalizer), settings(tokenizer.post_processor)
     return (
-        rules in ([DIGITS, CJK, WORDS, None], [DIGIT, CJK, WORDS, None])
-        and all(split["behavior"] == "Isolated" and not split["invert"] for split in splits[:3])
-        and splits[3]["type"] == "ByteLevel"
+        isolated
         and bytes_last.items() <= splits[3].items()
-        and not (parts["normalizer"] or {}).get("normalizers")
-        and (parts["normalizer"] or {"type": "Sequence"})["type"] == "Sequence"
-        and (parts["post_processor"] or {"type": "ByteLevel"})["type"] == "ByteLevel"
-        and not any(
-            _CUT.search(token["content"])
-            or token["lstrip"]
-            or token["rstrip"]
-            or token["single_word"]
-            for token in parts["added_tokens"]
-        )
+        and normalizer in ({}, {"type": "Sequence", "normalizers": []})
+        and post_processor.get("type", "ByteLevel") == "ByteLevel"
+        and not any(map(looks_across, tokenizer.get_added_tokens_decoder().values()))
     )
+
+
+def settings(part: Any) -> dict[str, Any]:
+    """What `tokenizer.json` says of one part of the pipeline, {} for one that is absent."""
+    return json.loads(part.__getstate__()) if part is not None else {}
+
+
+def looks_across(token: AddedToken) -> bool:
+    """Whether an added token can match across a place of `_CUT`, or looks at what stands beside it."""
+    if token.lstrip or token.rstrip or token.single_word:
+        return True
+    return _CUT.search(token.content) is not None
 
 
 def without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
