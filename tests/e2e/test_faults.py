@@ -1,0 +1,133 @@
+"""Processes of a live node are killed for real: it heals, and no token of any stream changes."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.node import Node, assert_whole, others, tokens, wait_for
+
+pytestmark = pytest.mark.process
+
+
+def healthy(node: Node) -> bool:
+    return bool(node.status()["healthy"])
+
+
+@pytest.fixture(scope="module")
+def three(start_node: Callable[..., Node]) -> Node:
+    return start_node(3)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[dict[str, Any]]:
+    return others(9) + [{**others(1)[0], "n": 2, "stop": ["zq"], "frequency_penalty": 0.5}]
+
+
+@pytest.fixture(scope="module")
+def fault_free(three: Node, requests: list[dict[str, Any]]) -> Any:
+    return tokens(three.generate(requests))
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["worker-1", "worker-0", "scheduler-2", "gateway", "tokenizer-0", "kvstore", "eplb"],
+)
+def test_a_killed_process_changes_no_token(
+    three: Node, requests: list[dict[str, Any]], fault_free: Any, victim: str
+) -> None:
+    pids = three.pids()
+    epoch = three.status()["epoch"]
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
+    thread.start()
+    wait_for(lambda: any(r["running"] for r in three("queues")[0]["ranks"]), 30, "running requests")
+    os.kill(pids[victim], signal.SIGKILL)
+    thread.join(240)
+    assert got and got[0] == fault_free
+    wait_for(lambda: healthy(three), 60, "healthy again")
+    now = three.pids()
+    assert now[victim] != pids[victim]
+    survivors = {name for name in pids if name != victim}
+    assert {name: now[name] for name in survivors} == {name: pids[name] for name in survivors}
+    moved = three.status()["epoch"] - epoch
+    assert moved == (4 if victim.startswith("worker") else 0), "a loss and a rejoin, or nothing"
+    assert_whole(three)
+
+
+def test_the_history_tells_what_fell(three: Node) -> None:
+    (history,) = three("epochs")
+    causes = [record["cause"] for record in history]
+    assert any("worker-1" in cause for cause in causes)
+    for record in history:
+        assert record["epoch"] % 2 == 0 and record["resumed_ms"] >= 0
+
+
+def test_a_stopped_worker_is_declared_lost(three: Node, requests: Any, fault_free: Any) -> None:
+    pids = three.pids()
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
+    thread.start()
+    wait_for(lambda: any(r["running"] for r in three("queues")[0]["ranks"]), 30, "running requests")
+    os.kill(pids["worker-2"], signal.SIGSTOP)
+    thread.join(240)
+    assert got and got[0] == fault_free
+    wait_for(lambda: healthy(three), 60, "healthy again")
+    assert three.pids()["worker-2"] != pids["worker-2"]
+    assert_whole(three)
+
+
+def test_queues_are_readable_while_a_scheduler_is_stopped(three: Node) -> None:
+    pid = three.pids()["scheduler-0"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        (found,) = three("queues")
+        assert [rank["slot"] for rank in found["ranks"]] == [0, 1, 2]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: healthy(three), 60, "healthy again")
+
+
+def test_a_killed_supervisor_takes_everything_with_it_and_up_works_again(
+    start_node: Callable[..., Node],
+) -> None:
+    node = start_node(2)
+    (before,) = node.generate([{"prompt": "Hello", "seed": 3, "max_tokens": 6}])
+    pids = node.pids()
+    os.kill(pids["supervisor"], signal.SIGKILL)
+    children = [pid for name, pid in pids.items() if name != "supervisor"]
+    wait_for(lambda: not any(alive(pid) for pid in children), 2.0, "children gone")
+    node.start(2)
+    (after,) = node.generate([{"prompt": "Hello", "seed": 3, "max_tokens": 6}])
+    assert after["token_ids"] == before["token_ids"]
+    assert node.stop() == {"stopped": True, "left": []}
+    assert node.names() == [] and not list(node.run_dir.glob("*.sock"))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_an_idle_node_uses_under_two_percent_of_a_core(three: Node) -> None:
+    """All processes together, over ten seconds."""
+    wait_for(lambda: healthy(three), 60, "healthy")
+    pids = list(three.pids().values())
+    hertz = os.sysconf("SC_CLK_TCK")
+
+    def spent() -> int:
+        return sum(
+            sum(map(int, Path(f"/proc/{pid}/stat").read_text().split()[13:15])) for pid in pids
+        )
+
+    before = spent()
+    time.sleep(10)
+    share = (spent() - before) / hertz / 10
+    assert share < 0.02, f"{share:.1%} of a core"
