@@ -52,18 +52,18 @@ def cli() -> None:
 def main() -> None:
     """Run a command; every error of ours becomes one line on standard error and an exit code."""
     try:
-        cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(130)  # Ctrl-C, as shells report it
     except click.ClickException as error:
         error.show()
         sys.exit(ExitCode.BAD_INPUT)
-    except click.exceptions.Exit as stop:
-        sys.exit(stop.exit_code)
     except ConfigError as error:
         _fail(error, ExitCode.BAD_INPUT)
     except PhalanxError as error:
         _fail(error, getattr(error, "exit_code", ExitCode.UNHEALTHY))
+    else:
+        sys.exit(code)  # what a command gave to ctx.exit, or None
 
 
 def _fail(error: PhalanxError, code: ExitCode) -> None:
