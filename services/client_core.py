@@ -358,7 +358,14 @@ class ClientCore:
     def _send(self, message: ClientMessage) -> None:
         try:
             frame = encode(message)
-        except (UnicodeEncodeError, OverflowError, TypeError) as error:
+        except UnicodeEncodeError as error:
+            character = error.object[error.start]
+            raise Refused(
+                Code.BAD_REQUEST,
+                f"a text is not valid Unicode: {character!r} at character {error.start} is half of a"
+                " surrogate pair",
+            ) from error
+        except (OverflowError, TypeError) as error:
             raise Refused(Code.BAD_REQUEST, f"the request cannot be sent: {error}") from error
         if len(frame) > MESSAGE_BYTES_MAX:
             raise Refused(
