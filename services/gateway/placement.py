@@ -38,6 +38,7 @@ REFUSED_NS = 100 * MS  # a seat that said "not now" is left alone for this long
 LIST_NS = 30_000 * MS  # how often schedulers are asked what they run, in case a word was lost
 REFUSALS_MAX = 3
 LATER = (Code.OVERLOADED, Code.NOT_READY, Code.KV_PRESSURE, Code.SHUTDOWN)  # refusals to wait out
+ANEW = (Code.INTERNAL, Code.UNKNOWN_REQUEST)  # a new attempt may do; a few times
 
 BusCommand = Submit | AbortSequence | Resend | FinalSeen | ListSequences
 
@@ -291,7 +292,7 @@ class Placement:
             seat.not_before_ns = now_ns + REFUSED_NS
         else:
             stream.tries += 1
-            if message.code is not Code.INTERNAL or stream.tries >= REFUSALS_MAX:
+            if message.code not in ANEW or stream.tries >= REFUSALS_MAX:
                 return stream, End("error", message.code, message.message)
         self.enqueue(stream)
         return None
@@ -338,6 +339,7 @@ class Placement:
         # Its tokens are as good as a Submitted.
         self._calls.pop(place.call, None)
         place.acknowledged, place.quiet, place.repeat_at_ns = True, 0, now_ns + QUIET_NS
+        stream.tries = 0
         before = len(stream.tokens)
         if not stream.take(item):
             self._ask(stream, place, seat, now_ns)

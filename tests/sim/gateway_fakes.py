@@ -1,0 +1,275 @@
+"""Schedulers and tokenizers as the gateway sees them, and the streams they ought to give.
+
+The next token is a hash of the request's seed, its prompt and the position, so every stream has one
+right answer. Some tokens show their text only with the next one, so a lost carry shows.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.messages import (
+    AbortSequence,
+    BusFromGateway,
+    BusToGateway,
+    Decode,
+    Decoded,
+    DecodedItem,
+    DecodeItem,
+    Done,
+    Encode,
+    Encoded,
+    FinalSeen,
+    FinishReason,
+    ListSequences,
+    Refusal,
+    Resend,
+    Sampling,
+    SeatLoad,
+    SequenceInfo,
+    SequenceList,
+    Submit,
+    Submitted,
+    TokenLogprobs,
+    Tokens,
+    TokensItem,
+)
+
+VOCAB = 64
+EOS = 1
+
+
+def token_at(seed: int, prompt: bytes, position: int) -> int:
+    word = blake2b(b"%d:%d:%s" % (seed, position, prompt), digest_size=4).digest()
+    return int.from_bytes(word, "little") % VOCAB
+
+
+def logprob_at(seed: int, prompt: bytes, position: int) -> TokenLogprobs:
+    return TokenLogprobs(-float(token_at(seed, prompt, position) + position))
+
+
+def piece(token: int) -> str:
+    """The text of one token; those divisible by 5 show it only with the next token."""
+    return "." if token == 2 else chr(ord("A") + token % 26) + str(token)
+
+
+def encode_text(text: str) -> "array[int]":
+    return array("i", [ord(char) % VOCAB for char in text])
+
+
+def held(token: int) -> bool:
+    return token % 5 == 0
+
+
+def pieces(tokens: Sequence[int], carry: str) -> tuple[list[str], str]:
+    """What each token shows, and what the last one still owes."""
+    shown = []
+    for token in tokens:
+        text = carry + piece(token)
+        shown.append("" if held(token) else text)
+        carry = text if held(token) else ""
+    return shown, carry
+
+
+@dataclass(frozen=True)
+class Expected:
+    tokens: tuple[int, ...]
+    text: str
+    reason: FinishReason
+
+
+def expected(sampling: Sampling, prompt: bytes) -> Expected:
+    """The whole stream, from its definition: token by token, the whole text searched each time."""
+    assert sampling.seed is not None and sampling.max_tokens is not None
+    tokens: list[int] = []
+    while True:
+        tokens.append(token_at(sampling.seed, prompt, len(tokens)))
+        ends = tokens[-1] == EOS or tokens[-1] in sampling.stop_token_ids
+        done = ends or len(tokens) == sampling.max_tokens
+        shown, owed = pieces(tokens, "")
+        texts = [*shown, owed] if done else shown
+        text, fresh = "".join(texts), len("".join(shown[:-1]))
+        for end in range(fresh + 1, len(text) + 1):
+            hits = [stop for stop in sampling.stop if text[:end].endswith(stop)]
+            if hits:
+                return Expected(tuple(tokens), text[: end - max(map(len, hits))], "stop")
+        if done:
+            return Expected(tuple(tokens), text, "stop" if ends else "length")
+
+
+class FakeTokenizer:
+    """Stateless, as the real one."""
+
+    def on(self, message: BusFromGateway) -> list[BusToGateway]:
+        if isinstance(message, Encode):
+            text = message.prompt
+            if text is None:
+                text = "".join(f"{m.role}:{m.content}\n" for m in message.messages or ())
+            return [Encoded(message.call, encode_text(text).tobytes())]
+        if isinstance(message, Decode):
+            return [Decoded(message.call, tuple(map(self._decode, message.items)))]
+        return []
+
+    def _decode(self, item: DecodeItem) -> DecodedItem:
+        shown, carry = pieces(item.token_ids, item.carry.decode())
+        tail, carry = (carry, "") if item.flush else ("", carry)
+        return DecodedItem(item.stream, tuple(shown), tail, carry.encode())
+
+
+@dataclass
+class Running:
+    submit: Submit
+    outputs: list[int]
+    finish: FinishReason | None = None
+    code: Code | None = None
+    cached: int = 0
+
+
+class FakeScheduler:
+    """The gateway's side of a scheduler: it keeps what is not acknowledged, and answers everything."""
+
+    def __init__(self, seat: int, incarnation: int, *, slots: int = 4, blocks: int = 1000) -> None:
+        self.seat, self.incarnation = seat, incarnation
+        self.sequences: dict[tuple[str, int], Running] = {}
+        self.over: dict[tuple[str, int], int] = {}
+        self.worker = 0  # incarnation; 0: none
+        self.member = False
+        self.seq = 0
+        self.slots, self.blocks = slots, blocks
+        self.most = 0  # sequences at once, ever
+
+    def load(self) -> SeatLoad:
+        accepting = self.worker > 0 and self.member
+        return SeatLoad(
+            self.seat,
+            self.incarnation,
+            accepting,
+            running=len(self.sequences),
+            total_blocks=self.blocks,
+            worker_incarnation=self.worker,
+        )
+
+    def lose_worker(self) -> None:
+        self.worker = 0
+        self.sequences = {k: s for k, s in self.sequences.items() if s.finish is not None}
+
+    def on(self, message: BusFromGateway) -> list[BusToGateway]:
+        match message:
+            case Submit():
+                return self._submit(message)
+            case AbortSequence():
+                return self._abort(message)
+            case Resend():
+                known = self.sequences.get((message.request_id, message.index))
+                if known is not None and known.submit.attempt == message.attempt:
+                    return [self._tokens([self._item(known, message.offset)])]
+            case FinalSeen():
+                for request_id, index, attempt in message.sequences:
+                    known = self.sequences.get((request_id, index))
+                    if known and known.finish and known.submit.attempt == attempt:
+                        self._forget((request_id, index))
+            case ListSequences():
+                infos = tuple(
+                    SequenceInfo(
+                        *key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish
+                    )
+                    for key, s in self.sequences.items()
+                )
+                return [SequenceList(message.call, self.seat, self.incarnation, infos)]
+        return []
+
+    def step(self) -> list[BusToGateway]:
+        """One token for each of the first `slots` sequences."""
+        if not (self.worker and self.member):
+            return []
+        running = [s for s in self.sequences.values() if s.finish is None]
+        running.sort(key=lambda s: -s.submit.priority)
+        items = []
+        for one in running[: self.slots]:
+            before = len(one.outputs)
+            self._advance(one)
+            items.append(self._item(one, before))
+        return [self._tokens(items)] if items else []
+
+    def repeat_finals(self) -> list[BusToGateway]:
+        items = [
+            self._item(s, len(s.outputs)) for s in self.sequences.values() if s.finish is not None
+        ]
+        return [self._tokens(items)] if items else []
+
+    def _submit(self, submit: Submit) -> list[BusToGateway]:
+        key = (submit.request_id, submit.index)
+        known = self.sequences.get(key)
+        if known is not None and known.submit.attempt == submit.attempt:
+            return [Submitted(submit.call, self.seat, self.incarnation)]
+        newest = max(known.submit.attempt if known else -1, self.over.get(key, -1))
+        if submit.attempt <= newest:
+            return [Refusal(submit.call, Code.UNKNOWN_REQUEST, "over")]
+        if not (self.worker and self.member):
+            return [Refusal(submit.call, Code.NOT_READY, "no worker")]
+        running = Running(submit, list(memoryview(submit.outputs).cast("i")))
+        self.sequences[key] = running
+        self.most = max(self.most, len(self.sequences))
+        replies: list[BusToGateway] = [Submitted(submit.call, self.seat, self.incarnation)]
+        if running.outputs and self._ended(running):
+            replies.append(self._tokens([self._item(running, len(running.outputs))]))
+        return replies
+
+    def _abort(self, abort: AbortSequence) -> list[BusToGateway]:
+        key = (abort.request_id, abort.index)
+        known = self.sequences.get(key)
+        replies: list[BusToGateway] = []
+        if known is not None and known.submit.attempt == abort.attempt:
+            if known.finish is None:
+                known.finish = abort.reason
+                replies.append(self._tokens([self._item(known, len(known.outputs))]))
+        elif known is None or known.submit.attempt < abort.attempt:
+            if known is not None:
+                self._forget(key)
+            self.over[key] = max(abort.attempt, self.over.get(key, -1))
+        return [*replies, Done(abort.call)]
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        known = self.sequences.pop(key)
+        self.over[key] = max(known.submit.attempt, self.over.get(key, -1))
+
+    def _advance(self, one: Running) -> None:
+        seed = one.submit.sampling.seed
+        assert seed is not None
+        one.outputs.append(token_at(seed, one.submit.prompt, len(one.outputs)))
+        self._ended(one)
+
+    def _ended(self, one: Running) -> bool:
+        s = one.submit.sampling
+        last = one.outputs[-1]
+        if last == EOS or last in s.stop_token_ids:
+            one.finish = "stop"
+        elif len(one.outputs) == s.max_tokens:
+            one.finish = "length"
+        return one.finish is not None
+
+    def _item(self, one: Running, offset: int) -> TokensItem:
+        submit = one.submit
+        seed = submit.sampling.seed
+        assert seed is not None
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if submit.sampling.logprobs is not None:
+            positions = range(offset, len(one.outputs))
+            logprobs = tuple(logprob_at(seed, submit.prompt, at) for at in positions)
+        return TokensItem(
+            submit.request_id,
+            submit.index,
+            submit.attempt,
+            offset,
+            tuple(one.outputs[offset:]),
+            one.finish,
+            one.code,
+            cached_tokens=one.cached,
+            logprobs=logprobs,
+        )
+
+    def _tokens(self, items: list[TokensItem]) -> Tokens:
+        self.seq += 1
+        return Tokens(self.seat, self.incarnation, self.seq, tuple(items))
