@@ -2,8 +2,8 @@
 
 One thread owns the core and calls `turn`. Reads and writes have threads of their own, so that a sync never
 holds up a read; they spend their time in system calls and checksums, outside the interpreter lock.
-The last read of a turn is done on the calling thread: a lone reader is then spared two thread switches, which
-cost half as much as the read itself.
+A lone read is done on the calling thread: that spares its caller two thread switches, which cost half as
+much as the read itself.
 """
 
 import errno
@@ -55,7 +55,7 @@ from phalanx.kvstore_svc.layout import (
 )
 from phalanx.kvstore_svc.recovery import Recovery, recover
 
-READERS = 4  # the disk's bandwidth needs a queue of about four random reads
+READERS = 8  # the disk's bandwidth needs a queue of several random reads
 WRITERS = 2  # one writes while another syncs
 TICK_NS = 200_000_000
 _INLINE_BYTES_MAX = 256 * 1024  # a longer read is never done on the core's thread
@@ -110,7 +110,7 @@ class Engine:
         ]
         for thread in self._threads:
             thread.start()
-        self._in_flight = 0
+        self._in_flight = self._reads_in_flight = 0
         self._next_tick_ns = 0
 
     def turn(self, events: Iterable[Event] = ()) -> list[Reply]:
@@ -164,7 +164,7 @@ class Engine:
 
     def _perform(self, actions: list[Action], queue: deque[Event], replies: list[Reply]) -> None:
         """Copy and answer at once, hand disk work over; what the copies say goes into `queue`."""
-        inline: Read | None = None
+        reads = []
         for action in actions:
             match action:
                 case PutReply() | GetReply():
@@ -175,15 +175,16 @@ class Engine:
                     payload = self._frames.payload(frame, length)
                     queue.append(CopiedOut(call, self._copier.copy_out(call, payload)))
                 case Read():
-                    if inline is not None:
-                        self._hand_over(self._reads, inline)
-                    inline = action
+                    reads.append(action)
                 case Create() | Write() | Sync() | Seal() | Delete():
                     self._hand_over(self._writes, action)
-        if inline is not None and inline.place.length <= _INLINE_BYTES_MAX:
-            queue.append(self._do(inline))
-        elif inline is not None:
-            self._hand_over(self._reads, inline)
+        lone = len(reads) == 1 and self._reads_in_flight == 0
+        if lone and reads[0].place.length <= _INLINE_BYTES_MAX:
+            queue.append(self._do(reads[0]))
+            return
+        self._reads_in_flight += len(reads)
+        for read in reads:
+            self._hand_over(self._reads, read)
 
     def _copy_in(self, call: Call, into: memoryview) -> CopiedIn:
         reason = self._copier.copy_in(call, into)
@@ -198,6 +199,7 @@ class Engine:
         done = self._done.get()
         if isinstance(done, Exception):
             raise done
+        self._reads_in_flight -= isinstance(done, ReadDone)
         return done
 
     def _clear_wake(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from phalanx.bench.kvstore_process import Caller, StoreProcess
 from phalanx.protocol.arena import Handle
+from phalanx.protocol.kvkeys import block_keys
 from phalanx.protocol.messages import Error, Get, PutDone
 
 BLOCK = 114_048
@@ -114,6 +115,29 @@ def test_a_repeated_command_is_answered_again(caller: Caller) -> None:
     first = caller.ask(message)
     assert first == caller.ask(message) and first.durable
     assert caller.stats().records == 1
+
+
+def test_tenants_never_share_a_record(caller: Caller) -> None:
+    tokens = range(128)
+    (mine,) = block_keys(b"numerics", b"tenant-a", tokens)
+    for fingerprint, salt in ((b"numerics", b"tenant-b"), (b"other", b"tenant-a"), (b"", b"")):
+        (theirs,) = block_keys(fingerprint, salt, tokens)
+        caller.put(mine, data_of(1))
+        assert not caller.get(theirs)[0].found
+    assert caller.get(mine)[1] == data_of(1)
+
+
+def test_ranks_that_store_one_key_at_once_store_it_once(store: StoreProcess) -> None:
+    with (
+        Caller(store, nbytes=BLOCK, incarnation=31) as one,
+        Caller(store, nbytes=BLOCK, incarnation=32) as two,
+    ):
+        for number in range(20):
+            for rank in (one, two):
+                rank.send(rank.put_message(key_of(number), data_of(number), ack="disk"))
+            assert all(rank.receive().durable for rank in (one, two))
+        assert one.stats().records == 20
+        assert two.get(key_of(7))[1] == data_of(7)
 
 
 @pytest.mark.parametrize("rest_s", [0, 1])
