@@ -89,10 +89,9 @@ def run_expert_pairs(
     x = x.view(num_tiles, TILE, dim)
     gate = torch.empty((num_tiles, TILE, inter))
     up = torch.empty_like(gate)
-    for slot, start, end in spans:
-        rows = x[start:end]
-        torch.bmm(rows, w1[slot].expand(end - start, -1, -1), out=gate[start:end])
-        torch.bmm(rows, w3[slot].expand(end - start, -1, -1), out=up[start:end])
+    for slots, tiles in spans:
+        _products(x[tiles], w1[slots], gate[tiles])
+        _products(x[tiles], w3[slots], up[tiles])
     a = swiglu(
         round_bf16(gate).view(-1, inter),
         round_bf16(up).view(-1, inter),
@@ -101,19 +100,24 @@ def run_expert_pairs(
     )
     a = q8_roundtrip(a).view(num_tiles, TILE, inter)
     y = torch.empty((num_tiles, TILE, dim))
-    for slot, start, end in spans:
-        torch.bmm(a[start:end], w2[slot].expand(end - start, -1, -1), out=y[start:end])
+    for slots, tiles in spans:
+        _products(a[tiles], w2[slots], y[tiles])
     return y.view(-1, dim)[places].bfloat16()
+
+
+def _products(tiles: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Tile by tile, with a weight each or one for all."""
+    torch.bmm(tiles, weights.expand(len(tiles), -1, -1), out=out)
 
 
 def _tiles(
     slot_ids: npt.NDArray[np.int64], num_slots: int
-) -> tuple[Tensor, list[tuple[int, int, int]], int]:
+) -> tuple[Tensor, list[tuple[slice, slice]], int]:
     """Gather the pairs of each slot in tiles.
 
     Returns:
-        Each pair's row in the tiled array, int64 [P]; the slots that have pairs, as (slot, first
-        tile, end tile); and the number of tiles.
+        Each pair's row in the tiled array, int64 [P]; spans of slots with their spans of tiles,
+        either one slot or neighbouring slots of one tile each; and the number of tiles.
     """
     counts = np.bincount(slot_ids, minlength=num_slots)
     tiles = -(-counts // TILE)
@@ -123,12 +127,22 @@ def _tiles(
     shift = (ends - tiles) * TILE - first_pair
     places = np.empty_like(order)
     places[order] = np.arange(len(order)) + shift[slot_ids[order]]
-    spans = [
-        (slot, end - count, end)
-        for slot, (end, count) in enumerate(zip(ends.tolist(), tiles.tolist(), strict=True))
-        if count
-    ]
-    return torch.from_numpy(places), spans, int(ends[-1])
+    return torch.from_numpy(places), _spans(tiles.tolist()), int(ends[-1])
+
+
+def _spans(tiles: list[int]) -> list[tuple[slice, slice]]:
+    spans: list[tuple[slice, slice]] = []
+    end = 0
+    for slot, count in enumerate(tiles):
+        if count == 0:
+            continue
+        if count == 1 and spans and spans[-1][0].stop == slot and tiles[slot - 1] == 1:
+            slots, before = spans.pop()
+            spans.append((slice(slots.start, slot + 1), slice(before.start, end + 1)))
+        else:
+            spans.append((slice(slot, slot + 1), slice(end, end + count)))
+        end += count
+    return spans
 
 
 def moe(
