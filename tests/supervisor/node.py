@@ -50,6 +50,7 @@ class TestNode:
 
     def start(self) -> None:
         self.run_dir.mkdir(exist_ok=True)
+        self.close()
         command = [sys.executable, "-P", "-m", "node_main", str(self.run_dir), str(self.ranks)]
         environment = {**os.environ, "PYTHONPATH": str(CHILDREN), **self.environment}
         output = (self.run_dir / "supervisor.out").open("ab")
@@ -58,6 +59,10 @@ class TestNode:
                 command, env=environment, stdout=output, stderr=output, process_group=0
             )
         self.socket = connect_dealer(endpoint(self.run_dir, SUPERVISOR_SOCKET))
+
+    def close(self) -> None:
+        if self.supervisor is not None:
+            self.socket.close()
 
     def said(self) -> str:
         return (self.run_dir / "supervisor.out").read_text()
@@ -74,7 +79,13 @@ class TestNode:
         return reply
 
     def process(self, name: str) -> ProcessStatus:
-        return next(p for p in self.status().processes if p.name == name)
+        """A live process of the node; waits for it if it is just being restarted."""
+
+        def living() -> list[ProcessStatus]:
+            return [p for p in self.status().processes if p.name == name]
+
+        until(lambda: len(living()) == 1)
+        return living()[0]
 
     def wait_healthy(self, timeout_s: float = 30.0) -> StatusReply:
         until(lambda: self.status().healthy, timeout_s, 0.01)
@@ -101,7 +112,7 @@ class TestNode:
         if self.supervisor is not None:
             self.supervisor.kill()
             self.supervisor.wait()
-            self.socket.close()
+        self.close()
         until(lambda: not self.children(), 5)
         arena.sweep(self.run_dir.name)
 

@@ -47,7 +47,7 @@ from phalanx.supervisor.processes import process_table
 from phalanx.supervisor.status import status
 
 MS = 1_000_000
-A = TypeVar("A", bound=Action)
+A = TypeVar("A")
 
 
 @dataclass
@@ -86,7 +86,8 @@ class Story:
 
     def take(self, kind: type[A]) -> list[A]:
         """The actions of one kind since the last `take` of any kind."""
-        taken, self.actions = [a for a in self.actions if isinstance(a, kind)], []
+        taken: list[A] = [action for action in self.actions if isinstance(action, kind)]
+        self.actions = []
         return taken
 
     def ready(self, *names: str, fingerprint: str = "n") -> "Story":
