@@ -270,10 +270,11 @@ def test_a_full_disk_stops_caching_never_serving(tmp_path: Path, small_disk: Pat
             (small_disk / "others").write_bytes(bytes(12 << 20))
             for number in range(60, 160):
                 done.append(caller.put(key_of(number), data_of(number), ack="disk"))
-            assert not done[-1].stored and "disk full" in done[-1].reason
+            # Each was stored, perhaps in the place of an older one, or declined with the reason.
+            assert all(one.durable or "disk full" in one.reason for one in done)
             for number, one in enumerate(done):
                 got, data = caller.get(key_of(number))
-                assert got.found == one.stored and (not got.found or data == data_of(number))
+                assert not got.found or (one.stored and data == data_of(number))
             (small_disk / "others").unlink()
             until(
                 lambda: caller.put(key_of(999), data_of(999), ack="disk").stored,
