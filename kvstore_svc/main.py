@@ -116,7 +116,7 @@ class Store:
         match message:
             case Put():
                 call = (peer, message.call)
-                self._arenas.expect(call, message.handle)
+                self._arenas.expect(call, message.handle, message.deadline_ns)
                 batch.append(_put(call, message))
             case Get():
                 call = (peer, message.call)

@@ -87,6 +87,13 @@ def test_a_stale_handle_stores_and_fills_nothing(caller: Caller) -> None:
     assert bytes(caller.arena.data[handle.offset : handle.offset + 8]) == bytes(8)
 
 
+def test_a_put_past_its_deadline_is_declined(caller: Caller) -> None:
+    """The caller has given the memory to somebody else by then."""
+    done = caller.put(key_of(1), data_of(1), deadline_ns=time.monotonic_ns() - 1)
+    assert not done.stored and done.reason.startswith("late")
+    assert not caller.get(key_of(1))[0].found
+
+
 @pytest.mark.parametrize(
     "handle",
     [
