@@ -1,0 +1,152 @@
+"""The backend that computes: the model's share of one rank, with its experts spread over the group."""
+
+import json
+
+import msgspec
+import torch
+
+from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.placement import (
+    EMPTY,
+    Placement,
+    after_join,
+    initial_placement,
+    slots_per_rank,
+)
+from phalanx.protocol.service import Service
+from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.worker_svc.engine import Engine
+from phalanx.worker_svc.exchange import Exchange, Shape
+from phalanx.worker_svc.experts import GroupExperts
+from phalanx.worker_svc.fingerprint import numerics_fingerprint
+from phalanx.worker_svc.group import Group
+from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
+from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
+from phalanx.worker_svc.model.invariance import check_invariance
+from phalanx.worker_svc.model.shards import CheckpointError
+from phalanx.worker_svc.model.tensors import num_experts
+
+
+class ModelBackend:
+    """Loads on construction, saying how far it is. Raises ConfigError when it cannot run as asked."""
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        torch.set_num_threads(config.worker.threads)
+        torch.set_grad_enabled(False)
+        self._service, self._seat = service, service.seat
+        service.progress("check numerics")
+        check_invariance()
+        service.progress("hash weights")
+        self.fingerprint = numerics_fingerprint(
+            config.model_path, config.device, config.worker.threads
+        )
+        try:
+            self._weights = self._load()
+        except (ModelConfigError, CheckpointError) as error:
+            raise ConfigError(str(error)) from error
+        self._experts = GroupExperts(self._weights, self._seat, self._alive)
+        service.progress("allocate caches")
+        self._engine = Engine(
+            self._weights,
+            self._experts,
+            config,
+            self._seat,
+            service.incarnation,
+            json.loads((config.model_path / "config.json").read_text())["eos_token_id"],
+            self.fingerprint,
+        )
+        self._shape = Shape(
+            config.scheduler.max_num_batched_tokens * self._weights.config.num_experts_per_tok,
+            self._weights.config.hidden_size,
+        )
+        self._exchange: Exchange | None = None
+        for name, value in self._engine.sizes.lines():
+            service.log.info("memory plan", item=name, size=value)
+
+    def _load(self) -> Weights:
+        """Load what the seat holds in the placement that runs, else in that of a full node.
+
+        GO names the placement that counts; whatever differs is loaded then.
+        """
+        service, config = self._service, self._service.config
+        model = ModelConfig.load(config.model_path)
+        topology = service.board.topology()
+        placement = initial_placement(
+            model.num_hidden_layers,
+            model.n_routed_experts,
+            range(config.ranks),
+            slots_per_rank(model.n_routed_experts, config.ranks),
+        )
+        if topology is not None and topology.placement:
+            current = msgspec.msgpack.decode(topology.placement, type=Placement)
+            held = self._seat in current.seats
+            placement = current if held else after_join(current, self._seat)
+        index = placement.seats.index(self._seat)
+        backbone = [[max(e, 0) for e in layer[index]] for layer in placement.physical_to_logical]
+        drafts = [
+            list(range(num_experts(model, model.num_hidden_layers + stage)))
+            for stage in range(model.draft_stages)
+        ]
+        return load_checkpoint(
+            config.model_path,
+            backbone + drafts,
+            progress=lambda done, total: service.progress("load weights", done / max(total, 1)),
+        )
+
+    def _alive(self) -> None:
+        self._service.row.advance()
+        self._service.beat()
+
+    # ------------------------------------------------------------------ steps
+
+    def hello(self) -> WorkerHello:
+        return self._engine.hello()
+
+    def reset(self) -> None:
+        self._engine.reset()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self._engine.run(plan)
+
+    def serve(self) -> None:
+        self._experts.serve()
+
+    # ------------------------------------------------------------------ epochs
+
+    def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
+        loaded = 0
+        index = placement.seats.index(self._seat)
+        for layer, seats in enumerate(placement.physical_to_logical):
+            held = self._weights.slots(layer)
+            for slot, expert in enumerate(seats[index]):
+                if expert != EMPTY and held[slot] != expert:
+                    matrices = self._weights.load_expert(layer, expert)
+                    self._weights.put_expert(layer, slot, expert, matrices)
+                    loaded += 1
+            self._alive()
+        node, incarnation = self._service.config.node, self._service.incarnation
+        self._exchange = Exchange(node, self._seat, incarnation, epoch, members, self._shape)
+        self._experts.enter_epoch(placement, self._exchange)
+        return loaded
+
+    def leave(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def connect(self, group: Group, incarnations: dict[int, int]) -> None:
+        assert self._exchange is not None, "an epoch is prepared before it runs"
+        self._exchange.connect(group, incarnations)
+
+    # ------------------------------------------------------------------ reports
+
+    def take_counts(self) -> tuple[int, int, bytes] | None:
+        counts = self._engine.expert_counts
+        encoded = counts.tobytes()
+        counts[:] = 0
+        return counts.shape[0], counts.shape[1], encoded
+
+    def close(self) -> None:
+        self._engine.close()

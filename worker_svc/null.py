@@ -1,0 +1,96 @@
+"""The backend that computes nothing: tokens are a hash, and a step takes no time.
+
+It shows what the control plane alone can do (`phalanx up --device null`, `phalanx bench loop`). A
+token depends on the seed and the position, so streams are equal over faults here, too.
+"""
+
+import json
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.placement import Placement
+from phalanx.protocol.service import Service
+from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.worker_svc.group import Group
+
+_NUM_BLOCKS = 1 << 16
+_RECORD_BYTES = 64  # of a block and of a slot: nobody looks inside
+
+U64 = npt.NDArray[np.uint64]
+
+
+class NullBackend:
+    """Offers the model's vocabulary and lengths, and as many blocks as anyone could want."""
+
+    fingerprint = "null"
+
+    def __init__(self, service: Service) -> None:
+        config = service.config
+        raw = json.loads((config.model_path / "config.json").read_text())
+        text = raw["text_config"]
+        self._vocab, self._max_len = text["vocab_size"], text["max_position_embeddings"]
+        self._eos = raw["eos_token_id"]
+        self._num_slots = config.scheduler.max_num_seqs
+        self._incarnation = service.incarnation
+        name = arena_name(config.node, f"kv{service.seat}", service.incarnation)
+        self._arena = Arena.create(name, _RECORD_BYTES, f"worker-{service.seat}")
+        self.reset()
+
+    def hello(self) -> WorkerHello:
+        return WorkerHello(
+            worker_incarnation=self._incarnation,
+            num_blocks=_NUM_BLOCKS,
+            num_slots=self._num_slots,
+            max_model_len=self._max_len,
+            vocab_size=self._vocab,
+            eos_token_id=self._eos,
+            block_bytes=_RECORD_BYTES,
+            slot_bytes=_RECORD_BYTES,
+            block_arena=self._arena.name,
+            snapshot_arena=self._arena.name,
+            num_snapshots=0,
+            fingerprint=self.fingerprint,
+        )
+
+    def reset(self) -> None:
+        self._keys = np.zeros(self._num_slots, np.uint64)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        for new in plan.new:
+            self._keys[new.slot] = new.sampling.seed or 0
+        slots, starts, lengths = (
+            np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.seqlens_q)
+        )
+        rows = np.frombuffer(plan.sample, np.uint8).astype(bool)
+        positions = (starts + lengths)[rows].astype(np.uint64)
+        tokens = self._tokens(self._keys[slots[rows]], positions)
+        return StepResult(plan.seq, False, tokens.tobytes(), bytes(len(tokens)))
+
+    def _tokens(self, keys: U64, positions: U64) -> npt.NDArray[np.int32]:
+        """One of the ids above the special ones, by SplitMix64 of sequence and position."""
+        word = keys + positions * np.uint64(0x9E3779B97F4A7C15)
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        word ^= word >> np.uint64(31)
+        tokens: npt.NDArray[np.int32] = (word % np.uint64(self._vocab // 2)).astype(np.int32) + 3
+        return tokens
+
+    def serve(self) -> None:
+        pass
+
+    def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
+        return 0
+
+    def leave(self) -> None:
+        pass
+
+    def connect(self, group: Group, incarnations: dict[int, int]) -> None:
+        pass
+
+    def take_counts(self) -> tuple[int, int, bytes] | None:
+        return None
+
+    def close(self) -> None:
+        self._arena.close()

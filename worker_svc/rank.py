@@ -1,0 +1,205 @@
+"""The life of a rank's worker, whatever computes its steps: epochs, links, lockstep.
+
+It sleeps on one doorbell, rung by its scheduler (a plan), its peers (a posted step, expert rows) and
+the supervisor (the epoch, the topology). What a step does is the backend's business.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.codec import encode
+from phalanx.protocol.errors import ArenaError, EpochChanged
+from phalanx.protocol.limits import BEAT_PERIOD_MS
+from phalanx.protocol.link import connect_dealer, send
+from phalanx.protocol.messages import ExpertCounts
+from phalanx.protocol.placement import Placement
+from phalanx.protocol.rundir import EPLB_SOCKET, endpoint
+from phalanx.protocol.service import Service
+from phalanx.protocol.steps import Link, StepPlan, StepResult, WorkerHello
+from phalanx.protocol.topology import Topology
+from phalanx.worker_svc.group import Group
+
+_COUNTS_EVERY_STEPS = 64  # steps between two reports of expert counts
+
+
+class Backend(Protocol):
+    """What computes: the model on a device, or nothing at all (`null.py`)."""
+
+    def hello(self) -> WorkerHello: ...
+
+    def reset(self) -> None:
+        """Forget every sequence; weights and pools stay."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute, sample and commit. EpochChanged passes through, with nothing committed."""
+
+    def serve(self) -> None:
+        """A placeholder step: nothing of ours, but whatever peers need of us. May raise EpochChanged."""
+
+    def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
+        """Be ready to run `epoch`: hold the experts of the placement, have a receive region.
+
+        Returns how many experts were loaded for it.
+        """
+
+    def leave(self) -> None:
+        """The epoch ended, or goes on without us: let go of its buffers."""
+
+    def connect(self, group: Group, incarnations: dict[int, int]) -> None:
+        """The prepared epoch runs: reach the peers. Raises ArenaError when one is gone already."""
+
+    def take_counts(self) -> tuple[int, int, bytes] | None:
+        """(layers, experts, int64 counts) since the last call; None when there is nothing to plan by."""
+
+    def close(self) -> None: ...
+
+
+class Rank:
+    def __init__(self, service: Service, backend: Backend) -> None:
+        self._service, self._board, self._backend = service, service.board, backend
+        self._seat, self._row = service.seat, service.board.seats[service.seat]
+        self._row.worker_incarnation = service.incarnation
+        self._link: Link | None = None
+        self._link_number = 0
+        self._group: Group | None = None
+        self._stopped_at = 0  # the odd epoch acknowledged last
+        self._prepared: Topology | None = None  # the topology that we are ready to run
+        self._eplb = connect_dealer(endpoint(service.run_dir, EPLB_SOCKET))
+        self._steps_counted = 0
+
+    def run(self) -> None:
+        """Step while there is work anywhere in the group, sleep otherwise, obey every epoch."""
+        while not self._service.stopping:
+            heard = self._row.bell.value
+            self._service.beat()
+            if not self._turn():
+                self._row.bell.wait(heard, BEAT_PERIOD_MS)
+
+    def _turn(self) -> bool:
+        """One look at the world. False when there was nothing to do."""
+        epoch = self._board.epoch
+        if epoch % 2 == 1:
+            return self._obey_stop(epoch)
+        self._adopt_link()
+        if self._group is None or self._group.epoch != epoch:
+            return self._enter(epoch)
+        plan = self._link.next_plan() if self._link is not None else None
+        if plan is None and not self._group.peer_waits():
+            self._service.row.phase = ProcessPhase.READY
+            return False
+        self._step(self._group, plan)
+        return True
+
+    def _step(self, group: Group, plan: StepPlan | None) -> None:
+        self._service.row.phase = ProcessPhase.BUSY
+        try:
+            group.enter(plan is not None, 0)
+            if plan is None:
+                self._backend.serve()
+            else:
+                self._answer(self._backend.run(plan))
+        except EpochChanged:
+            if plan is not None:
+                self._answer(StepResult(plan.seq, aborted=True))
+            return
+        self._row.steps_run += 1
+        self._report_counts()
+
+    def _answer(self, result: StepResult) -> None:
+        assert self._link is not None
+        self._link.send_result(result)
+
+    def _adopt_link(self) -> None:
+        """Take up the link that the scheduler published last: a new scheduler, or its answer to us."""
+        number = self._row.link
+        if number in (0, self._link_number):
+            return
+        try:
+            link = Link.attach(self._service.config.node, self._seat, number, self._row)
+        except ArenaError as error:  # its scheduler died meanwhile; the next one publishes again
+            self._service.log.warning("link gone", link=number, error=str(error))
+            return
+        if self._link is not None:
+            self._link.close()
+        self._link, self._link_number = link, number
+        self._backend.reset()
+        link.send_result(self._backend.hello())
+        self._service.log.info("link adopted", scheduler=number >> 32, number=number & 0xFFFFFFFF)
+
+    # ------------------------------------------------------------------ epochs
+
+    def _obey_stop(self, epoch: int) -> bool:
+        """No step is in flight here: acknowledge STOP, then prepare for the topology that follows."""
+        if self._stopped_at != epoch:
+            self._stopped_at = epoch
+            self._row.stop_ack = epoch
+            self._board.supervisor_bell.ring()
+            return True
+        topology = self._board.topology()
+        if topology is None or topology.epoch != epoch + 1 or self._prepared == topology:
+            return False
+        self._prepare(topology)
+        self._prepared = topology
+        if self._is_member(topology):
+            self._row.go_ack = topology.epoch
+            self._board.supervisor_bell.ring()
+        return True
+
+    def _is_member(self, topology: Topology) -> bool:
+        me = topology.seat(self._seat)
+        return (
+            me is not None
+            and me.state == "member"
+            and me.worker_incarnation == self._service.incarnation
+        )
+
+    def _prepare(self, topology: Topology) -> None:
+        self._group = None
+        self._backend.leave()
+        if not self._is_member(topology):
+            return
+        self._service.row.phase = ProcessPhase.LOADING
+        placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+        loaded = self._backend.prepare(topology.epoch, topology.members(), placement)
+        self._service.log.info("prepared", epoch=topology.epoch, experts_loaded=loaded)
+
+    def _enter(self, epoch: int) -> bool:
+        """The epoch word became even: join, if it is the epoch that we prepared for."""
+        topology = self._prepared
+        if topology is None or topology.epoch != epoch or not self._is_member(topology):
+            return False
+        group = Group(self._board, self._seat, topology.members(), epoch, self._service.beat)
+        incarnations = {seat.seat: seat.worker_incarnation for seat in topology.seats}
+        try:
+            self._backend.connect(group, incarnations)
+        except ArenaError as error:  # a peer died since: its STOP is on the way
+            self._service.log.warning("peer region gone", epoch=epoch, error=str(error))
+            return False
+        self._group = group
+        self._service.row.phase = ProcessPhase.READY
+        self._service.log.info("epoch", epoch=epoch, members=group.members)
+        return True
+
+    # ------------------------------------------------------------------ reports
+
+    def _report_counts(self) -> None:
+        """Tell the planner which experts our rows chose. Losing a report costs nothing."""
+        self._steps_counted += 1
+        if self._steps_counted < _COUNTS_EVERY_STEPS:
+            return
+        if (counts := self._backend.take_counts()) is not None:
+            layers, experts, encoded = counts
+            message = ExpertCounts(
+                self._seat, self._board.epoch, self._steps_counted, layers, experts, encoded
+            )
+            send(self._eplb, encode(message))
+        self._steps_counted = 0
+
+    def close(self) -> None:
+        self._backend.leave()
+        if self._link is not None:
+            self._link.close()
+        self._backend.close()
+        self._eplb.close()
