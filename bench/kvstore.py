@@ -6,7 +6,8 @@ because disks and neighbours drift; figures are medians of the rounds. What is c
 * raw write: 4 MiB pieces with direct I/O into a new, preallocated file, two in flight, synced at the end;
   `raw_write_synced_gbps`: the same with a sync after each piece, which is what durability costs.
 * put: durable puts (answered after the sync), 64 in flight; `put_p99_ms` is of puts one at a time.
-* raw read and get: random records, cold, 16 in flight; `get_p99_ms` is of gets one at a time.
+* raw read and get: random records, cold, 16 in flight; `get_p99_ms` is of gets one at a time;
+  `get_prompt_gbps`: the 32 records of one prompt (4,096 tokens) asked for together.
 * peers: LMDB and RocksDB when installed (`pip install lmdb rocksdict`), in this process, a sync after
   every 32 records, cold random reads.
 """
@@ -34,6 +35,7 @@ RECORD = 114_048
 PIECE = 4 << 20
 ROUNDS = 3
 PUTS_IN_FLIGHT, READS_IN_FLIGHT = 64, 16
+PROMPT_RECORDS = 32
 LATENCY_CALLS = 400
 
 
@@ -112,6 +114,14 @@ def _raw_against_store(records: int, scratch: Path) -> dict[str, Any]:
                 numbers = rest[number::ROUNDS]
                 add("raw_read_gbps", raw.read(len(numbers), READS_IN_FLIGHT))
                 add("get_gbps", client.gets(numbers, READS_IN_FLIGHT)[0])
+        store.stop()
+        store.start()
+        with Caller(store, nbytes=RECORD, regions=PROMPT_RECORDS, incarnation=102) as caller:
+            client = Client(caller, source)
+            prompts = range(0, first - PROMPT_RECORDS, PROMPT_RECORDS)
+            for start in random.Random(3).sample(prompts, min(64, len(prompts))):
+                prompt = range(start, start + PROMPT_RECORDS)
+                add("get_prompt_gbps", client.gets(prompt, PROMPT_RECORDS)[0])
         raw.close()
     return {name: round(statistics.median(values), 3) for name, values in rows.items()}
 

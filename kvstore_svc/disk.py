@@ -134,23 +134,22 @@ class Disk:
             if written == 0:
                 raise OSError(errno.EIO, "a write wrote nothing")
             offset += written
-            while views and written >= len(views[0]):
-                written -= len(views.pop(0))
-            if written:
-                views[0] = views[0][written:]
+            _drop(views, written)
 
     def sync(self, segment: int) -> None:
         """Returns once every write that ended before the call is on stable storage."""
         os.fdatasync(self._descriptor(segment))
 
-    def read(self, segment: int, offset: int, into: memoryview) -> int:
-        """Fill `into` (page-aligned memory) from the file; the number of bytes there were."""
-        descriptor, done = self._descriptor(segment), 0
-        while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], offset + done)
+    def read(self, segment: int, offset: int, into: Sequence[memoryview]) -> int:
+        """Fill buffers of page-aligned memory, one after the other, from adjoining bytes of the file;
+        the number of bytes there were."""
+        descriptor, views, done = self._descriptor(segment), list(into), 0
+        while views:
+            count = os.preadv(descriptor, views[:_IOV_MAX], offset + done)
             done += count
             if count == 0 or done % PAGE:  # the end of the file
                 break
+            _drop(views, count)
         return done
 
     def load(self, segment: int, offset: int, nbytes: int) -> Buffer:
@@ -158,7 +157,7 @@ class Disk:
         if nbytes == 0:
             return b""
         room = memoryview(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE))
-        return room[: min(nbytes, self.read(segment, offset, room))]
+        return room[: min(nbytes, self.read(segment, offset, [room]))]
 
     def close(self) -> None:
         for descriptor in (*self._files.values(), self._directory, self._lock):
@@ -196,3 +195,11 @@ class Disk:
         room = memoryview(mmap.mmap(-1, len(data)))
         room[:] = data
         return room
+
+
+def _drop(views: list[memoryview], done: int) -> None:
+    """Take the first `done` bytes off the buffers."""
+    while views and done >= len(views[0]):
+        done -= len(views.pop(0))
+    if done:
+        views[0] = views[0][done:]

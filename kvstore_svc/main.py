@@ -33,6 +33,7 @@ from phalanx.protocol.rundir import KVSTORE_SOCKET, endpoint
 from phalanx.protocol.service import Service
 
 MESSAGES_PER_TURN = 256
+LOOK_NS = 100_000_000  # leases, lifetimes, cap and floor are looked at this often
 REOPEN_NS = 2_000_000_000  # a disk that could not be opened is tried again this often
 DRAIN_NS = 1_500_000_000  # for sealing at a clean stop; less than the time from SIGTERM to SIGKILL
 _KINDS = {"block": Kind.BLOCK, "state": Kind.STATE}
@@ -57,7 +58,7 @@ class Store:
         self._config.check()
         self._arenas = Arenas(service.config.node)
         self._decoder = Decoder[KVRequest](KVRequest)
-        self._reopen_ns = self._drain_ns = 0
+        self._look_ns = self._reopen_ns = self._drain_ns = 0
         self._off = ""
         self.wake = new_wake()
         service.progress("recover")
@@ -84,11 +85,13 @@ class Store:
         self._turn([])
 
     def tick(self, now_ns: int) -> float | None:
+        if now_ns < self._look_ns:
+            return None
+        self._look_ns = now_ns + LOOK_NS
         if self.engine is None and now_ns >= self._reopen_ns:
             self._reopen_ns = now_ns + REOPEN_NS
             self.engine = self._open(lambda fraction: self._service.beat())
-        gone = self._arenas.end_leases()
-        self._turn([events.HolderGone(name) for name in gone])
+        self._turn([events.HolderGone(name) for name in self._arenas.end_leases()])
         self._report()
         return None
 
@@ -96,8 +99,10 @@ class Store:
         """Told to stop: seal what is open, which spares the next start a scan, within the time left."""
         if self.engine is None:
             return True
-        self.engine.core.close()
-        self._drain_ns = self._drain_ns or now_ns + DRAIN_NS
+        if not self._drain_ns:
+            self._drain_ns = now_ns + DRAIN_NS
+            self.engine.core.close()
+            self._turn([])
         return self.engine.idle or now_ns >= self._drain_ns
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import errno
 import hashlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -156,12 +156,50 @@ def test_a_directory_that_is_a_file_is_an_error_of_the_system(tmp_path: Path) ->
         Session(tmp_path / "kv")
 
 
+def test_adjoining_records_are_read_as_one(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one of them is flipped on the disk, and only that one is a miss."""
+    session.put(range(200))
+    session.engine.close()
+    directory = session.engine.disk.directory
+    again = Session(directory)
+    lengths = []
+    read = again.engine.disk.read
+
+    def counted(segment: int, offset: int, into: Sequence[memoryview]) -> int:
+        lengths.append(len(into))
+        return read(segment, offset, into)
+
+    monkeypatch.setattr(again.engine.disk, "read", counted)
+    entries = sorted(again.engine.core.index, key=lambda entry: entry.place)[:8]
+    path = directory / f"seg-{entries[3].place.segment:016x}.kv"
+    with path.open("r+b") as file:
+        file.seek(entries[3].offset + 128)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    by_key = {key_of(n): payload(n) for n in range(200)}
+    gets: list[Event] = []
+    for number, entry in enumerate(reversed(entries)):
+        again.memory.regions[b"many", number] = bytearray(entry.length)
+        gets.append(Get((b"many", number), entry.key, entry.length))
+    replies = again.ask(gets)
+    for number, entry in enumerate(reversed(entries)):
+        reply = replies[b"many", number]
+        assert isinstance(reply, GetReply) and reply.found == (entry is not entries[3])
+        if reply.found:
+            assert bytes(again.memory.regions[b"many", number]) == by_key[entry.key]
+    assert sum(lengths) == 8 and len(lengths) <= 3
+    again.engine.close()
+
+
 def test_a_read_that_fails_is_a_miss_once_and_not_said_to_be_there(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session.put(range(30))  # more than the memory tier holds
 
-    def fail(segment: int, offset: int, into: memoryview) -> int:
+    def fail(segment: int, offset: int, into: Sequence[memoryview]) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
