@@ -80,6 +80,10 @@ def test_entries(seed: int) -> None:
         ):
             pairs.setdefault(row, []).append(int(entries.page_blocks[page]))
             columns.setdefault(row, []).append(column)
+        for page, column, start, end in entries.spans:
+            for row in range(start, end):
+                pairs.setdefault(row, []).append(int(entries.page_blocks[page]))
+                columns.setdefault(row, []).append(column)
         for row, (_, s, position) in enumerate(real):
             visible = (position + 1) // ratio
             assert entries.visible[row] == visible

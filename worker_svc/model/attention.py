@@ -176,6 +176,11 @@ def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
         scores[row, entries.pair_columns[part]] = entry_scores(
             queries[row], keys[entries.pair_pages[part]], head_weights[row]
         )
+    for page, column, first, end in entries.spans:
+        shared = keys[page].expand(end - first, -1, -1)
+        scores[first:end, column] = entry_scores(
+            queries[first:end], shared, head_weights[first:end]
+        )
     return scores.flatten(1)
 
 

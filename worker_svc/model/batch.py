@@ -6,7 +6,7 @@ once and read by every layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from phalanx.worker_svc.model.caches import BLOCK_TOKENS, NULL_BLOCK
 from phalanx.worker_svc.model.config import ModelConfig
 
 Int: TypeAlias = npt.NDArray[np.int64]
+SPAN_ROWS: Final = 16  # rows of a sequence from which it pays to go page by page
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ class EntryRows:
     """Geometry of the compressed entries of one ratio r. M rows complete an entry in this step.
 
     A *page* is one (sequence, block) with visible entries; `page_blocks` lists them sequence by
-    sequence. Each (row, page) that the row may see is one *pair*; there are Q of them.
+    sequence. Rows meet pages in two forms, for speed alone: sequences with many rows in *spans* of
+    neighbouring rows that see a page, the others in *pairs* of one row and one page, Q in all.
     """
 
     ratio: int
@@ -145,6 +147,7 @@ class EntryRows:
     pair_rows: Tensor  # int64 [Q]
     pair_pages: Tensor  # int64 [Q]: index into page_blocks
     pair_columns: Tensor  # int64 [Q]: which block of the sequence
+    spans: list[tuple[int, int, int, int]]  # page, column, first row, end row
     num_columns: int  # blocks of the longest sequence that have visible entries
 
 
@@ -243,7 +246,15 @@ def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio:
     first_page = np.cumsum(pages) - pages
     page_seqs = np.repeat(np.arange(batch.num_seqs), pages)
     page_columns = np.arange(len(page_seqs)) - first_page[page_seqs]
-    row_pages = -(-visible // num_entries)
+    many = batch.seqlens_q >= SPAN_ROWS
+    row_pages = np.where(many[seqs], 0, -(-visible // num_entries))
+    spans = []
+    for seq in np.flatnonzero(many).tolist():
+        rows = slice(batch.cu_seqlens_q[seq], batch.cu_seqlens_q[seq + 1])
+        seen = np.arange(pages[seq]) * num_entries  # entries before each page
+        first = rows.start + np.searchsorted(visible[rows], seen, side="right")
+        for column, row in enumerate(first.tolist()):
+            spans.append((int(first_page[seq]) + column, column, row, int(rows.stop)))
     pair_rows = np.repeat(np.arange(len(seqs)), row_pages)
     pair_columns = np.arange(len(pair_rows)) - (np.cumsum(row_pages) - row_pages)[pair_rows]
     return EntryRows(
@@ -259,5 +270,6 @@ def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio:
         pair_rows=torch.from_numpy(pair_rows),
         pair_pages=torch.from_numpy(first_page[seqs[pair_rows]] + pair_columns),
         pair_columns=torch.from_numpy(pair_columns),
+        spans=spans,
         num_columns=int(pages.max(initial=0)),
     )
