@@ -156,14 +156,12 @@ def test_a_directory_that_is_a_file_is_an_error_of_the_system(tmp_path: Path) ->
         Session(tmp_path / "kv")
 
 
-def test_adjoining_records_are_read_as_one(
-    session: Session, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adjoining_records_are_read_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one of them is flipped on the disk, and only that one is a miss."""
+    session = Session(tmp_path)
     session.put(range(200))
     session.engine.close()
-    directory = session.engine.disk.directory
-    again = Session(directory)
+    again = Session(tmp_path)
     lengths = []
     read = again.engine.disk.read
 
@@ -173,7 +171,7 @@ def test_adjoining_records_are_read_as_one(
 
     monkeypatch.setattr(again.engine.disk, "read", counted)
     entries = sorted(again.engine.core.index, key=lambda entry: entry.place)[:8]
-    path = directory / f"seg-{entries[3].place.segment:016x}.kv"
+    path = tmp_path / f"seg-{entries[3].place.segment:016x}.kv"
     with path.open("r+b") as file:
         file.seek(entries[3].offset + 128)
         byte = file.read(1)[0]
