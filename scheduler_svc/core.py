@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
@@ -126,8 +125,10 @@ class Scheduler:
         self._tokens_seq = 0
         self._items: list[TokensItem] = []
         self._out: list[BusToGateway] = []
-        self._load: SeatLoad | None = None
+        self._load: SeatLoad | None = None  # as the gateway heard it last
+        self._newest_load = self._current_load()
         self._load_ns = 0
+        self._header = columns.header[0]
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
             AbortSequence: self._abort,
@@ -170,8 +171,9 @@ class Scheduler:
                 actions.plans.append(plan)
         self._repeat_finals(now_ns)
         self._flush_items()
-        self._report_load(now_ns)
-        self._write_header()
+        self._newest_load = self._current_load()
+        self._report_load(self._newest_load, now_ns)
+        self._write_header(self._newest_load)
         self.table.end()
         actions.gateway, self._out = self._out, []
         return actions
@@ -198,7 +200,7 @@ class Scheduler:
         """How long nothing is due, unless an event comes."""
         if self.store is not None and self.store.busy:
             return 0.0
-        period = LOAD_REPEAT_NS if self._load == self._current_load() else LOAD_PERIOD_NS
+        period = LOAD_REPEAT_NS if self._load == self._newest_load else LOAD_PERIOD_NS
         due_ns = self._load_ns + period
         if self._repeats:
             due_ns = min(due_ns, self._repeats[0][0])
@@ -451,8 +453,8 @@ class Scheduler:
             self.worker.worker_incarnation if self.worker is not None else 0,
         )
 
-    def _report_load(self, now_ns: int) -> None:
-        load, last = self._current_load(), self._load
+    def _report_load(self, load: SeatLoad, now_ns: int) -> None:
+        last = self._load
         if (
             last is None
             or load.accepting != last.accepting
@@ -466,8 +468,8 @@ class Scheduler:
             self._load, self._load_ns = load, now_ns
             self._say(load)
 
-    def _write_header(self) -> None:
-        load, header = self._current_load(), self.table.columns.header[0]
+    def _write_header(self, load: SeatLoad) -> None:
+        header = self._header
         header["epoch"] = self._membership.epoch
         header["waiting"], header["running"] = load.waiting, load.running
         header["free_blocks"], header["total_blocks"] = load.free_blocks, load.total_blocks
@@ -483,13 +485,12 @@ class Scheduler:
         slots = [s.slot for s in holding] + rank.free_slots
         assert sorted(slots) == list(range(rank.total_slots)), "a slot is lost or owned twice"
         rows = rank.waiting + holding
-        assert {id(s) for s in rows} == {id(s) for s in self.table.by_row.values()}
+        assert len(set(rows)) == len(rows), "a sequence is in two queues"
+        assert set(rows) == set(self.table.by_row.values()), "a row without a queue"
         assert len(rows) + self.table.free == self.table.columns.rows, "a row is lost"
-        assert len({id(s) for s in rows}) == len(rows), "a sequence is in two queues"
         assert all(not s.blocks and s.slot < 0 and s.finish is None for s in rank.waiting)
         assert all(s.finish is not None for s in fenced)
-        live = {id(s) for s in self.sequences.values() if s.finish is None}
-        assert live == {id(s) for s in rows} - {id(s) for s in fenced}
-        assert np.array_equal(
-            rank.t.blocks[[s.row for s in holding]], [len(s.blocks) for s in holding]
-        )
+        live = {s for s in self.sequences.values() if s.finish is None}
+        assert live == set(rows).difference(fenced), "a live sequence is in no queue"
+        counted = rank.t.blocks[[s.row for s in holding]].tolist()
+        assert counted == [len(s.blocks) for s in holding], "the table counts other blocks"

@@ -101,6 +101,7 @@ class Table:
         self.columns = columns
         self.by_row: dict[int, Sequence] = {}
         self._free = list(range(columns.rows - 1, -1, -1))
+        self._version = columns.header["version"]
 
     @property
     def free(self) -> int:
@@ -133,7 +134,7 @@ class Table:
 
     def begin(self) -> None:
         """A change starts: readers wait for `end`, or take what they see."""
-        self.columns.header["version"] += 1
+        self._version[0] += np.uint64(1)
 
     def end(self) -> None:
-        self.columns.header["version"] += 1
+        self._version[0] += np.uint64(1)

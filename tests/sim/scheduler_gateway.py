@@ -82,7 +82,7 @@ class ModelGateway:
         self.loads: dict[int, SeatLoad] = {}
         self.incarnation = 1
         self._call = 0
-        self._calls: dict[int, Request] = {}
+        self._calls: dict[int, tuple[Request, int]] = {}  # and the attempt that the call is about
         self.overloads = 0
 
     def open(self, request: Request) -> None:
@@ -136,7 +136,7 @@ class ModelGateway:
         if request.over or request.placed or request.attempt != attempt or request.seat < 0:
             return
         self._call += 1
-        self._calls[self._call] = request
+        self._calls[self._call] = (request, request.attempt)
         submit = Submit(
             self._call,
             request.request_id,
@@ -160,7 +160,7 @@ class ModelGateway:
             return
         if request.seat >= 0:
             self._call += 1
-            self._calls[self._call] = request
+            self._calls[self._call] = (request, request.attempt)
             key = request.request_id, request.index
             self._send(
                 request.seat, AbortSequence(self._call, *key, request.attempt, request.abort)
@@ -179,19 +179,24 @@ class ModelGateway:
                     for item in message.items:
                         self._item(message.seat, item)
             case Submitted():
-                request = self._calls.pop(message.call, None)
-                if request is not None and request.seat == seat:
+                if (request := self._asked(seat, message.call)) is not None:
                     request.placed = True
             case Refusal():
                 self._refused(seat, message)
             case Done():
-                request = self._calls.pop(message.call, None)
-                if request is not None and request.seat == seat and not request.over:
+                if (request := self._asked(seat, message.call)) is not None:
                     request.finish = request.abort
             case SequenceList():
                 self._adopt(message)
             case _:
                 raise AssertionError(f"not for a gateway: {message}")
+
+    def _asked(self, seat: int, call: int) -> Request | None:
+        """The request that this answer is for; None when it has moved or ended since."""
+        request, attempt = self._calls.pop(call, (None, 0))
+        if request is None or request.over or (request.seat, request.attempt) != (seat, attempt):
+            return None
+        return request
 
     def _load(self, load: SeatLoad) -> None:
         before = self.loads.get(load.seat)
@@ -211,8 +216,8 @@ class ModelGateway:
                 self._place(request)
 
     def _refused(self, seat: int, refusal: Refusal) -> None:
-        request = self._calls.pop(refusal.call, None)
-        if request is None or request.over or request.seat != seat or request.placed:
+        request = self._asked(seat, refusal.call)
+        if request is None or request.placed:
             return
         if refusal.code == Code.BAD_REQUEST:
             request.refused = refusal.message

@@ -37,17 +37,20 @@ from phalanx.scheduler_svc.core import (
     StoreLost,
     WorkerLost,
 )
+from phalanx.scheduler_svc.state import Sequence
 from sim.hash_worker import MAX_MODEL_LEN, VOCAB, WINDOW, HashWorker, entries
 from sim.scheduler_gateway import ModelGateway, Request
 
 MS = 1_000_000
-FAULTS_END_NS = 1_500 * MS
-LIMIT_NS = 60_000 * MS
+FAULTS_END_NS = 600 * MS
+LIMIT_NS = 30_000 * MS
+WAKE_NS_MIN = 2 * MS
 
 
 class Options(msgspec.Struct, frozen=True):
     """What kind of run a seed makes. Probabilities are per occasion, while faults last."""
 
+    tight: bool  # all prompts just below a block border, long outputs, a pool too small for that
     ranks: int
     requests: int
     num_blocks: int
@@ -69,15 +72,17 @@ class Options(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, rng: Random) -> "Options":
         rough = rng.random() < 0.7
-        seqs = rng.choice((2, 3, 5))
+        tight = rng.random() < 0.25
+        seqs = 4 if tight else rng.choice((2, 4, 6))
         return cls(
+            tight=tight,
             ranks=rng.choice((1, 1, 2, 3)),
             requests=rng.choice((4, 7, 10)),
-            num_blocks=rng.choice((5, 7, 10, 16)),
+            num_blocks=6 if tight else rng.choice((5, 6, 8, 12)),
             num_slots=seqs + rng.choice((-1, 0, 1)),
             config=SchedulerConfig(
                 max_num_seqs=seqs,
-                max_num_batched_tokens=rng.choice((seqs, 40, 130, 400)),
+                max_num_batched_tokens=rng.choice((17, 40, 130, 400)),
                 prefill_watermark=rng.choice((0.5, 0.9, 1.0)),
                 max_waiting=rng.choice((2, 20)),
             ),
@@ -85,7 +90,7 @@ class Options(msgspec.Struct, frozen=True):
             step_ns=rng.choice((1, 5)) * MS,
             drop=0.05 * rough,
             duplicate=0.1 * rough,
-            jitter_ns=rng.choice((0, 8)) * MS * rough,
+            jitter_ns=rng.choice((0, 8, 30)) * MS * rough,
             abandon=0.08 * rough,
             stale=0.1 * rough,
             put_lost=0.2 * rough,
@@ -122,12 +127,14 @@ class RankUnderTest:
         )
         self.finals: dict[tuple[str, int, int], tuple[int, FinishReason]] = {}
         self.sent: dict[tuple[str, int, int], int] = {}
+        self.admitted: dict[tuple[str, int, int], Sequence] = {}
         self.renew_worker(None)
 
     def renew_worker(self, ready_in_ns: int | None) -> None:
         """The worker is gone; None: it lives and follows the new link, else the next one needs a while."""
         self.writing.clear()
         self.old_results.clear()
+        self.admitted.clear()
         if self.worker is not None and ready_in_ns is not None:
             self.worker = None
             self.event(WorkerLost())
@@ -149,7 +156,6 @@ class RankUnderTest:
             if isinstance(event, AbortSequence):
                 self._note_abort(event)
             self.core.handle(event, world.now_ns)
-            self.core.check()
         self.pump()
 
     def pump(self) -> None:
@@ -166,6 +172,7 @@ class RankUnderTest:
         for plan in actions.plans:
             self._run(plan)
         self._check_flights()
+        self._check_admissions()
         if core.accepting and core.live and not core.busy:
             held = core.store is not None and core.store.holders()
             assert held, f"seat {self.seat}: {core.live} sequences and nothing runs"
@@ -199,6 +206,13 @@ class RankUnderTest:
         for seq, blocks in self.writing.items():
             free = [block for block in blocks if self.core.rank.pool.refs(block) == 0]
             assert not free, f"plan {seq} is in flight and its blocks {free} are free"
+
+    def _check_admissions(self) -> None:
+        """A Submit that comes again is the same sequence, also after its end."""
+        for sequence in self.core.sequences.values():
+            attempt = (sequence.request_id, sequence.index, sequence.attempt)
+            first = self.admitted.setdefault(attempt, sequence)
+            assert first is sequence, f"{attempt} was started twice"
 
     def _note_abort(self, abort: AbortSequence) -> None:
         key = (abort.request_id, abort.index)
@@ -235,6 +249,7 @@ class World:
         self.gateway = ModelGateway(self.rng, self.to_seat, self.after)
         self.keyed: dict[bytes, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
         self.stored: set[bytes] = set()
+        self.store_incarnation = 1
         self.ranks = [RankUnderTest(self, seat) for seat in range(self.options.ranks)]
         self._schedule()
 
@@ -251,6 +266,7 @@ class World:
 
     def wake(self, rank: RankUnderTest, delay_ns: int) -> None:
         """Step the core again at that time, once whatever the number of calls."""
+        delay_ns = max(delay_ns, WAKE_NS_MIN)
         at = self.now_ns + delay_ns
         if self.now_ns < self._due.get(rank.seat, 0) <= at:
             return
@@ -292,12 +308,14 @@ class World:
     def put(self, rank: RankUnderTest, message: KVRequest) -> None:
         """The store copies some time later and answers, or does neither."""
         assert isinstance(message, Put)
-        worker, core = rank.worker, rank.core
+        worker, core, store = rank.worker, rank.core, self.store_incarnation
         if worker is None or self.chance(self.options.put_lost):
             return
 
         def copy() -> None:
-            if rank.worker is not worker or self.now_ns > message.deadline_ns:
+            if rank.worker is not worker or self.store_incarnation != store:
+                return
+            if self.now_ns > message.deadline_ns:
                 return
             handle = message.handle
             place = handle.offset // handle.nbytes
@@ -310,7 +328,7 @@ class World:
             if rank.core is core:
                 rank.event(PutDone(message.call, True, False))
 
-        self.after(self.rng.randrange(30) * MS, copy)
+        self.after(self.rng.randrange(200 if self.faulty else 30) * MS, copy)
 
     def _check_copy(
         self, put: Put, found: np.ndarray[tuple[int], np.dtype[np.int64]], ring: int
@@ -328,12 +346,12 @@ class World:
         for number in range(options.requests):
             request = self._request(number)
             self._note_keys(request)
-            arrival = rng.randrange(FAULTS_END_NS // 2)
+            arrival = rng.randrange(FAULTS_END_NS // 3)
             self.after(arrival, lambda request=request: self.gateway.open(request))  # type: ignore[misc]
             if rng.random() < options.aborts:
                 reason: FinishReason = rng.choice(("abort", "abort", "stop"))
                 self.after(
-                    arrival + rng.randrange(400 * MS),
+                    arrival + rng.randrange(200 * MS),
                     lambda request=request, reason=reason: self.gateway.abort(request, reason),  # type: ignore[misc]
                 )
         for _ in range(options.kills):
@@ -343,12 +361,17 @@ class World:
         for _ in range(options.gateway_restarts):
             self._at_random(self._restart_gateway)
         if options.store:
-            self._at_random(lambda: self._some_rank().event(StoreLost()) if self.faulty else None)
+            self._at_random(self._lose_store)
 
     def _restart_gateway(self) -> None:
         self.gateway.restart([rank.seat for rank in self.ranks])
         for rank in self.ranks:
             rank.event(GatewayChanged())
+
+    def _lose_store(self) -> None:
+        self.store_incarnation += 1  # what it had not copied yet, it never copies
+        for rank in self.ranks:
+            rank.event(StoreLost())
 
     def _at_random(self, then: Callable[[], None]) -> None:
         self.after(self.rng.randrange(FAULTS_END_NS), then)
@@ -359,18 +382,20 @@ class World:
     def _request(self, number: int) -> Request:
         """Lengths lie around block borders, where things go wrong; one in ten can never fit."""
         rng = self.rng
-        border = rng.choice((0, 1, 1, 2, 3)) * BLOCK_SIZE
+        border = rng.choice((0, 1, 1, 1, 2)) * BLOCK_SIZE
         length = max(1, border + rng.randrange(-20, 6))
         if rng.random() < 0.1:
             length = rng.choice((MAX_MODEL_LEN, MAX_MODEL_LEN - 8))
         shared = number % 2 == 0
+        if self.options.tight:
+            length = rng.randrange(105, 128)
         first = 5 if shared else number  # half of the prompts share a prefix
         prompt = [(first * (at + 3)) % VOCAB for at in range(length)]
         if shared and length > 1:
             prompt[-1] = number % VOCAB
         sampling = Sampling(
             seed=rng.randrange(1 << 32),
-            max_tokens=rng.choice((1, 2, 20, 60, 160)),
+            max_tokens=rng.choice((40, 150) if self.options.tight else (1, 2, 20, 40, 150)),
             min_tokens=rng.choice((0, 0, 5)),
             stop_token_ids=rng.choice(((), (), (3, 4))),
             ignore_eos=rng.random() < 0.7,

@@ -1,0 +1,288 @@
+"""The simulator finds planted bugs, each within a stated number of seeds: else it would not be testing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.protocol.messages import Submit, Submitted
+from phalanx.protocol.queues import Phase
+from phalanx.protocol.steps import StepResult
+from phalanx.scheduler_svc import commit as commit_module
+from phalanx.scheduler_svc import core as core_module
+from phalanx.scheduler_svc import decode as decode_module
+from phalanx.scheduler_svc import plan as plan_module
+from phalanx.scheduler_svc.blocks import BlockPool
+from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.offload import Offload
+from phalanx.scheduler_svc.rank import Chunk, Rank
+from phalanx.scheduler_svc.state import Sequence
+from sim import hash_worker
+from sim.scheduler_world import World
+
+Patch = pytest.MonkeyPatch
+Planter = Callable[[Patch], None]
+
+
+def no_fence(patch: Patch) -> None:
+    """Blocks of an ended sequence come back while its step is in flight."""
+
+    def release(self: Scheduler, sequence: Sequence) -> None:
+        self.rank.leave(sequence)
+        self.rank.free(sequence)
+        self.table.remove(sequence)
+
+    patch.setattr(Scheduler, "_release", release)
+
+
+def fence_never_opens(patch: Patch) -> None:
+    patch.setattr(Scheduler, "_open_fences", lambda self, seq: None)
+
+
+def ring_of_128(patch: Patch) -> None:
+    """No spare entries: rows that an abandoned step wrote ahead destroy the window."""
+    init = hash_worker.HashWorker.__init__
+
+    def small(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "ring": hash_worker.WINDOW})
+
+    patch.setattr(hash_worker.HashWorker, "__init__", small)
+
+
+def copy_without_holding(patch: Patch) -> None:
+    """Blocks on their way into the store are not held."""
+    patch.setattr(BlockPool, "retain", lambda self, blocks: None)
+    patch.setattr(Offload, "_let_go", lambda self, block: None)
+    patch.setattr(Offload, "holders", lambda self: [])
+
+
+def pin_never_ends(patch: Patch) -> None:
+    patch.setattr(Offload, "done", lambda self, answer: None)
+    patch.setattr(Offload, "expire", lambda self, now_ns: None)
+
+
+def region_given_back_early(patch: Patch) -> None:
+    """A snapshot region is free for the next prompt as soon as its step is done."""
+    captured = Offload.captured
+
+    def early(self: Offload, chunk: Chunk) -> None:
+        captured(self, chunk)
+        if chunk.region >= 0:
+            self._regions.append(chunk.region)
+
+    patch.setattr(Offload, "captured", early)
+
+
+def stale_result_accepted(patch: Patch) -> None:
+    result = Scheduler._result
+
+    def gullible(self: Scheduler, answer: StepResult, now_ns: int) -> None:
+        if self.flights:
+            same = [np.frombuffer(answer.tokens, np.int32)]
+            flight = self.flights[0]
+            wanted = len(flight.decoders) + sum(chunk.samples for chunk in flight.chunks)
+            if answer.aborted or len(same[0]) == wanted:
+                answer = StepResult(flight.seq, answer.aborted, answer.tokens, answer.status)
+        result(self, answer, now_ns)
+
+    patch.setattr(Scheduler, "_result", gullible)
+
+
+def abort_in_prefill_leaks(patch: Patch) -> None:
+    """The seed's bug: a prompt aborted between its chunks keeps blocks and slot."""
+    free = Rank.free
+
+    def leaky(self: Rank, sequence: Sequence) -> None:
+        if sequence.finish != "abort" or self.t.phase[sequence.row] != Phase.PREFILL:
+            free(self, sequence)
+
+    patch.setattr(Rank, "free", leaky)
+
+
+def abort_says_nothing(patch: Patch) -> None:
+    abort = Scheduler._abort
+
+    def mute(self: Scheduler, message: Any, now_ns: int) -> None:
+        before = len(self._items)
+        abort(self, message, now_ns)
+        del self._items[before:]
+        self._repeats.clear()
+        self._out.pop()
+
+    patch.setattr(Scheduler, "_abort", mute)
+
+
+def abort_lets_the_step_count(patch: Patch) -> None:
+    """Tokens of the step in flight are sent after the abort's final."""
+    monkey = Rank.leave
+
+    def forgetful(self: Rank, sequence: Sequence) -> None:
+        monkey(self, sequence)
+        sequence.finish = None if sequence.finish == "abort" else sequence.finish
+
+    patch.setattr(Rank, "leave", forgetful)
+
+
+def preempt_forgets_outputs(patch: Patch) -> None:
+    preempt = Rank.preempt
+
+    def amnesia(self: Rank, sequence: Sequence) -> None:
+        preempt(self, sequence)
+        del sequence.outputs[:]
+
+    patch.setattr(Rank, "preempt", amnesia)
+
+
+def preempt_keeps_the_slot_known(patch: Patch) -> None:
+    """The worker is not told that the sequence is new again."""
+    preempt = Rank.preempt
+
+    def keeps(self: Rank, sequence: Sequence) -> None:
+        preempt(self, sequence)
+        sequence.known = True
+
+    patch.setattr(Rank, "preempt", keeps)
+
+
+def preempt_keeps_committed(patch: Patch) -> None:
+    preempt = Rank.preempt
+
+    def keeps(self: Rank, sequence: Sequence) -> None:
+        committed = self.t.committed[sequence.row]
+        preempt(self, sequence)
+        self.t.committed[sequence.row] = committed
+
+    patch.setattr(Rank, "preempt", keeps)
+
+
+def abandoned_chunk_counts(patch: Patch) -> None:
+    """A chunk of an abandoned step is taken for computed."""
+    result = Scheduler._result
+
+    def hasty(self: Scheduler, answer: StepResult, now_ns: int) -> None:
+        if answer.aborted and self.flights and self.flights[0].seq == answer.seq:
+            for chunk in self.flights[0].chunks:
+                if not chunk.samples and chunk.sequence.finish is None:
+                    commit_module._commit_chunk(self.rank, chunk.sequence, chunk.end)
+        result(self, answer, now_ns)
+
+    patch.setattr(Scheduler, "_result", hasty)
+
+
+def abandoned_blocks_untold(patch: Patch) -> None:
+    """Blocks of an abandoned step are not told again."""
+    make = plan_module.make_plan
+
+    def tells_once(seq: int, t: Any, *rest: Any) -> Any:
+        made = make(seq, t, *rest)
+        rows = rest[1]
+        t.told[rows] = t.blocks[rows]
+        return made
+
+    patch.setattr(core_module, "make_plan", tells_once)
+
+
+def no_block_at_the_border(patch: Patch) -> None:
+    """A decoding sequence gets its next block one position late."""
+
+    def late(rank: Rank) -> Any:
+        rank.t.committed[rank.decode_rows] -= 1
+        try:
+            return take(rank)
+        finally:
+            rank.t.committed[rank.decode_rows] += 1
+
+    take = decode_module.take_decoders
+    patch.setattr(core_module, "take_decoders", late)
+
+
+def same_submit_starts_again(patch: Patch) -> None:
+    submit = Scheduler._submit
+
+    def naive(self: Scheduler, message: Submit, now_ns: int) -> None:
+        known = self.sequences.get((message.request_id, message.index))
+        if known is not None and known.attempt == message.attempt:
+            self._forget(known)
+            self._ended.clear()
+        submit(self, message, now_ns)
+
+    patch.setattr(Scheduler, "_submit", naive)
+
+
+def late_submit_revives(patch: Patch) -> None:
+    """Nothing remembers that a sequence has ended and was acknowledged."""
+    patch.setattr(Scheduler, "_remember_end", lambda self, key, attempt: None)
+
+
+def old_attempt_stays(patch: Patch) -> None:
+    """A new attempt is taken for a repetition of the one that is here."""
+    submit = Scheduler._submit
+
+    def stubborn(self: Scheduler, message: Submit, now_ns: int) -> None:
+        if (message.request_id, message.index) in self.sequences:
+            self._say(Submitted(message.call, self.seat, self.incarnation))
+        else:
+            submit(self, message, now_ns)
+
+    patch.setattr(Scheduler, "_submit", stubborn)
+
+
+def final_said_once(patch: Patch) -> None:
+    """A final that gets lost is never said again."""
+    patch.setattr(Scheduler, "_repeat_finals", lambda self, now_ns: None)
+
+
+def too_large_is_queued(patch: Patch) -> None:
+    """What can never fit waits at the head of the queue for ever."""
+    patch.setattr("phalanx.scheduler_svc.admission.blocks_for", lambda num_tokens: 0)
+
+
+def lost_worker_keeps_sequences(patch: Patch) -> None:
+    def keeps(self: Scheduler, *ignored: Any) -> None:
+        self.flights.clear()
+
+    patch.setattr(Scheduler, "_worker_lost", keeps)
+    patch.setattr(Scheduler, "_drop_all", keeps)
+
+
+# Seeds within which each is found: several times what it took when it was planted first.
+PLANTED: list[tuple[Planter, int]] = [
+    (no_fence, 20),
+    (fence_never_opens, 20),
+    (ring_of_128, 20),
+    (copy_without_holding, 40),
+    (pin_never_ends, 60),
+    (region_given_back_early, 60),
+    (stale_result_accepted, 20),
+    (abort_in_prefill_leaks, 80),
+    (abort_says_nothing, 20),
+    (abort_lets_the_step_count, 20),
+    (preempt_forgets_outputs, 40),
+    (preempt_keeps_the_slot_known, 20),
+    (preempt_keeps_committed, 20),
+    (abandoned_chunk_counts, 20),
+    (abandoned_blocks_untold, 40),
+    (no_block_at_the_border, 10),
+    (same_submit_starts_again, 20),
+    (late_submit_revives, 250),
+    (old_attempt_stays, 120),
+    (final_said_once, 20),
+    (too_large_is_queued, 30),
+    (lost_worker_keeps_sequences, 20),
+]
+
+
+@pytest.mark.parametrize(("plant", "seeds"), PLANTED, ids=[p.__name__ for p, _ in PLANTED])
+def test_planted_bug_is_found(
+    plant: Planter, seeds: int, monkeypatch: Patch, record_property: Callable[[str, object], None]
+) -> None:
+    plant(monkeypatch)
+    for seed in range(seeds):
+        try:
+            World(seed).run()
+        except (AssertionError, IndexError, KeyError) as found:
+            record_property("seed", seed)
+            print(f"seed {seed}: {found}")
+            return
+    pytest.fail(f"{plant.__name__} was not found within {seeds} seeds")
