@@ -1,14 +1,14 @@
 """`python -m phalanx.supervisor --run-dir DIR`: run the node whose configuration is saved there."""
 
 import sys
+import traceback
 from pathlib import Path
 
 import click
 
 from phalanx.protocol.config import load_config, parse_config
-from phalanx.protocol.errors import ConfigError, ExitCode
-from phalanx.supervisor.lock import NodeBusy
-from phalanx.supervisor.main import run_node
+from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
+from phalanx.supervisor.main import run_node, write_failure
 
 
 @click.command()
@@ -21,12 +21,16 @@ from phalanx.supervisor.main import run_node
 def main(run_dir: Path, config: Path | None) -> None:
     try:
         code = run_node(parse_config(config) if config else load_config(run_dir))
-    except NodeBusy as error:
-        print(error, file=sys.stderr)
-        code = ExitCode.UNHEALTHY
     except ConfigError as error:
         print(error, file=sys.stderr)
         code = ExitCode.BAD_INPUT
+    except PhalanxError as error:
+        print(error, file=sys.stderr)
+        code = ExitCode.UNHEALTHY
+    except Exception as error:  # noqa: BLE001  top of the process; our children end with us
+        traceback.print_exc()
+        write_failure(run_dir, ExitCode.INTERNAL, f"the supervisor crashed: {error!r}")
+        code = ExitCode.INTERNAL
     sys.exit(code)
 
 

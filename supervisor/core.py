@@ -84,7 +84,7 @@ class Process:
     phase: ProcessPhase = ProcessPhase.NONE
     beat_ns: int = 0
     progress: int = 0
-    progress_ns: int = 0  # when `progress` was last seen to grow, or the process was not busy
+    progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
     detail: str = ""  # what it does, or why it is not there
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
@@ -231,6 +231,7 @@ class SupervisorCore:
         if process.stage is not Stage.STARTING:
             return []
         process.life, process.detail = Patience(now_ns), event.phase
+        process.progress_ns = now_ns
         if event.phase != process.step[0]:
             self._end_step(process, now_ns)
             process.step = (event.phase, now_ns)
@@ -330,7 +331,8 @@ class SupervisorCore:
         life_ns = max(process.life.since_ns, now_ns if advanced else min(event.beat_ns, now_ns))
         if life_ns > process.life.since_ns:
             process.life = Patience(life_ns)
-        if advanced or event.phase is not ProcessPhase.BUSY:
+        idle = process.stage is Stage.READY and event.phase is not ProcessPhase.BUSY
+        if advanced or idle:
             process.progress_ns = now_ns
         return []
 
@@ -362,9 +364,11 @@ class SupervisorCore:
             return (
                 f"hung: no sign of life for {silent_ms:.0f} ms, state {process.life.state or '?'}"
             )
-        idle_ms = (now_ns - process.progress_ns) / _MS
-        if process.stage is Stage.READY and idle_ms > BUSY_SILENCE_MS:
-            return f"stuck: busy without progress for {idle_ms:.0f} ms"
+        still_ms = (now_ns - process.progress_ns) / _MS
+        if process.stage is Stage.STARTING and still_ms > START_DEADLINE_MS:
+            return f"stuck: not ready, and no progress for {still_ms:.0f} ms"
+        if process.stage is Stage.READY and still_ms > BUSY_SILENCE_MS:
+            return f"stuck: busy without progress for {still_ms:.0f} ms"
         return ""
 
     def _worth_a_look(self, process: Process, now_ns: int) -> bool:

@@ -14,6 +14,7 @@ from phalanx.protocol.rundir import LOCK_FILE, PID_FILE
 CHILDREN_LOCK_FILE = "children.lock"
 FAILED_FILE = "failed.json"
 _POLL_S = 0.02
+_LOOK_S = 0.1  # `running` takes the lock for an instant to see whether it is free
 
 
 class NodeBusy(PhalanxError):
@@ -32,7 +33,7 @@ class NodeLock:
         """Raises NodeBusy, saying who is there and what to do."""
         self.run_dir = run_dir
         self._fd = os.open(run_dir / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if not _try_lock(self._fd):
+        if not _wait_lock(self._fd, _LOOK_S):
             os.close(self._fd)
             raise NodeBusy(
                 f"a node is already running in {run_dir} (supervisor pid {read_pid(run_dir)}): stop it"
@@ -40,18 +41,15 @@ class NodeLock:
             )
         path = run_dir / CHILDREN_LOCK_FILE
         self.children_fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + OLD_NODE_MS / 1000
-        while not _try_lock(self.children_fd):
-            if time.monotonic() > deadline:
-                pids = holders(path, self.children_fd)
-                os.close(self.children_fd)
-                os.close(self._fd)
-                raise NodeBusy(
-                    f"processes of an earlier node in {run_dir} are still there after"
-                    f" {OLD_NODE_MS / 1000:g} s (pids {', '.join(map(str, pids)) or 'unknown'}):"
-                    " end them, or choose another --run-dir"
-                )
-            time.sleep(_POLL_S)
+        if not _wait_lock(self.children_fd, OLD_NODE_MS / 1000):
+            pids = holders(path, self.children_fd)
+            os.close(self.children_fd)
+            os.close(self._fd)
+            raise NodeBusy(
+                f"processes of an earlier node in {run_dir} are still there after"
+                f" {OLD_NODE_MS / 1000:g} s (pids {', '.join(map(str, pids)) or 'unknown'}):"
+                " end them, or choose another --run-dir"
+            )
         self.swept = clean(run_dir)
         (run_dir / PID_FILE).write_text(f"{os.getpid()}\n")
 
@@ -108,6 +106,15 @@ def _open_files(directory: Path) -> set[tuple[int, int]]:
     except OSError:
         pass  # it ended, or is not ours to look at
     return files
+
+
+def _wait_lock(fd: int, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not _try_lock(fd):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
 
 
 def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:

@@ -7,13 +7,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 
 from phalanx.protocol import arena, rundir
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode
+from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.limits import DRAIN_MS, MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import setup_logging
@@ -60,11 +61,14 @@ from phalanx.supervisor.watch import Watch
 OnEvent = Callable[[Tell], None]
 TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
 _MESSAGES_PER_TURN = 256
+_LATER_NS = 20_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
 
 
 def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> ExitCode:
     """Run the node in `config.run_dir` until it is told to stop; SIGTERM and SIGINT do that too.
+
+    Why a node failed stands in RUN_DIR/failed.json: {"code", "reason"}.
 
     Args:
         config: `model_dir` is resolved. Saved to the run directory, where the children read it.
@@ -72,28 +76,40 @@ def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> Exit
 
     Raises:
         NodeBusy: the run directory belongs to a live node.
-        ConfigError: the configuration is wrong.
+        PhalanxError: the node cannot start: configuration, checkpoint, shared memory.
     """
-    config.check()
-    shape = read_shape(config.model_path)
-    placements = GroupPlacements(*shape, config.ranks)
+
+    def placements() -> Placements:
+        return GroupPlacements(*read_shape(config.model_path), config.ranks)
+
     return run_processes(config, process_table(config), placements, on_event)
 
 
 def run_processes(
     config: NodeConfig,
     table: Sequence[ProcessSpec],
-    placements: Placements,
+    placements: Callable[[], Placements],
     on_event: OnEvent = lambda event: None,
 ) -> ExitCode:
     """`run_node` for any table of processes."""
     run_dir = rundir.prepare(config.run_path)
     lock = NodeLock(run_dir)
     try:
+        config.check()
         config.save()
-        return Node(config, table, placements, lock, on_event).run()
+        return Node(config, table, placements(), lock, on_event).run()
+    except PhalanxError as error:
+        bad_input = isinstance(error, ConfigError)
+        write_failure(run_dir, ExitCode.BAD_INPUT if bad_input else ExitCode.UNHEALTHY, str(error))
+        raise
     finally:
         lock.release()
+
+
+def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
+    """Leave word for whoever waits for the node: the command line reads it when we are gone."""
+    text = json.dumps({"code": int(code), "reason": reason})
+    (run_dir / FAILED_FILE).write_text(text + "\n")
 
 
 class Node:
@@ -123,6 +139,9 @@ class Node:
             tuple[bytes, int]
         ] = []  # who asked for the shutdown: peer, call
         self._finished: Finished | None = None
+        self._later: list[Spawn | Sweep] = []  # slow, and the group waits for something else
+        self._later_ns = 0
+        self._interrupts = 0
 
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
@@ -138,6 +157,8 @@ class Node:
                     observed_ns = now_ns
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
+                if not self._core.awaits_acks or now_ns - self._later_ns > _LATER_NS:
+                    self._do_what_was_put_off()
                 self._handle_events()
             return self._end(self._finished)
         finally:
@@ -157,8 +178,9 @@ class Node:
         else:
             self._poll(TICK_MS)
         for number in self._signals:
-            again = number == signal.SIGINT and self._signals_seen(number) > 1
-            self._events.append(KillAsked() if again else ShutdownAsked(DRAIN_MS))
+            self._interrupts += number == signal.SIGINT
+            at_once = number == signal.SIGINT and self._interrupts > 1
+            self._events.append(KillAsked() if at_once else ShutdownAsked(DRAIN_MS))
         self._signals.clear()
 
     def _poll(self, timeout_ms: int) -> bool:
@@ -214,7 +236,12 @@ class Node:
                     self._board.publish(topology)
                     for seat in seats:
                         self._board.seats[seat].bell.ring()
+                case Spawn() | Sweep() if self._core.awaits_acks:
+                    # Starting a process or freeing memory takes milliseconds; every stream waits.
+                    self._later_ns = self._later_ns if self._later else time.monotonic_ns()
+                    self._later.append(action)
                 case Kill(name, incarnation, number):
+                    self._do_what_was_put_off()  # it may be for a child that is yet to start
                     child = self._watch.children.get(name)
                     if child is not None and child.incarnation == incarnation:
                         child.kill(number)
@@ -225,13 +252,25 @@ class Node:
                 case Send(name, incarnation, message):
                     send_to(self._watch.socket, f"{name}#{incarnation}".encode(), encode(message))
                 case Sweep():
-                    if swept := arena.sweep(self._config.node, half_made=False):
-                        self._log.info("swept shared memory", names=swept)
+                    self._sweep()
                 case Tell(kind, process, text):
                     self._log.info(kind, about=process, text=text)
                     self._on_event(action)
                 case Finished():
                     self._finished = action
+
+    def _do_what_was_put_off(self) -> None:
+        actions, self._later = self._later, []
+        for action in actions:
+            match action:
+                case Spawn(name, incarnation):
+                    self._spawn(name, incarnation)
+                case Sweep():
+                    self._sweep()
+
+    def _sweep(self) -> None:
+        if swept := arena.sweep(self._config.node, half_made=False):
+            self._log.info("swept shared memory", names=swept)
 
     def _spawn(self, name: str, incarnation: int) -> None:
         spec = self._specs[name]
@@ -259,7 +298,6 @@ class Node:
         """Note signals for the loop; returns a function that undoes it. Only possible in a main thread."""
         if threading.current_thread() is not threading.main_thread():
             return lambda: None
-        self._seen: dict[int, int] = {}
 
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append(number)
@@ -273,10 +311,6 @@ class Node:
 
         return restore
 
-    def _signals_seen(self, number: int) -> int:
-        self._seen[number] = self._seen.get(number, 0) + 1
-        return self._seen[number]
-
     def _end(self, finished: Finished) -> ExitCode:
         """Everything is gone: remove what is left, say so to whoever asked, and how it ended."""
         self._spawner.close()
@@ -284,8 +318,7 @@ class Node:
         swept = arena.sweep(self._config.node)
         left = (*finished.left, *(f"{name} (swept)" for name in swept))
         if finished.code != ExitCode.OK:
-            failure = {"code": int(finished.code), "reason": finished.reason}
-            (self._run_dir / FAILED_FILE).write_text(json.dumps(failure) + "\n")
+            write_failure(self._run_dir, finished.code, finished.reason)
         for identity, call in self._waiting_for_end:
             send_to(self._watch.socket, identity, encode(ShutdownDone(call, left)))
         if self._waiting_for_end:
@@ -295,6 +328,3 @@ class Node:
             path.unlink(missing_ok=True)
         self._log.info("stopped", code=int(finished.code), reason=finished.reason, left=left)
         return finished.code
-
-
-__all__ = ["ConfigError", "Node", "run_node", "run_processes"]

@@ -84,8 +84,11 @@ class TestNode:
         def living() -> list[ProcessStatus]:
             return [p for p in self.status().processes if p.name == name]
 
-        until(lambda: len(living()) == 1)
-        return living()[0]
+        found: list[ProcessStatus] = []
+        while not found:
+            until(living)
+            found = living()
+        return found[0]
 
     def wait_healthy(self, timeout_s: float = 30.0) -> StatusReply:
         until(lambda: self.status().healthy, timeout_s, 0.01)

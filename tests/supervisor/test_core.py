@@ -14,6 +14,7 @@ from phalanx.protocol.limits import (
     GO_ACK_MS,
     HANG_MS,
     RESTARTS_MAX,
+    START_DEADLINE_MS,
     STARVED_MS_MAX,
     STOP_ACK_MS,
     TERM_GRACE_MS,
@@ -399,6 +400,22 @@ def test_a_quiet_load_is_not_a_hang() -> None:
     story = Story()
     story.silent.add("worker-1")
     story.wait(600).feed(Inspected("worker-1", 1, "R", 0)).wait(20_000)
+    assert not hung(story, "worker-1")
+
+
+def test_a_start_that_beats_but_gets_nowhere_ends() -> None:
+    story = Story()
+    story.ready(*(name for name in story.core.processes if name != "worker-1"))
+    story.wait(START_DEADLINE_MS - 100)
+    assert not hung(story, "worker-1")
+    story.wait(200)
+    assert hung(story, "worker-1") and not hung(story, "worker-0")
+
+
+def test_a_start_that_reports_progress_is_not_cut() -> None:
+    story = Story()
+    for percent in range(10):
+        story.feed(Progressed("worker-1", 1, "load", percent / 10)).wait(START_DEADLINE_MS // 2)
     assert not hung(story, "worker-1")
 
 

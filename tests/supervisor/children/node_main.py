@@ -17,7 +17,7 @@ def main() -> None:
     config = NodeConfig(run_dir=str(run_dir), ranks=ranks, tokenizers=1)
     table = [replace(spec, module="node_child") for spec in process_table(config)]
     try:
-        sys.exit(run_processes(config, table, GroupPlacements(2, 8, ranks)))
+        sys.exit(run_processes(config, table, lambda: GroupPlacements(2, 8, ranks)))
     except NodeBusy as error:
         print(error, file=sys.stderr)
         sys.exit(ExitCode.UNHEALTHY)
