@@ -271,3 +271,31 @@ def test_a_dependent_operation_is_named(
     x = torch.randn((21, *shape), generator=torch.Generator().manual_seed(3))
     with pytest.raises(InvarianceError, match=name):
         check_operation(name, operation, x)
+
+
+class BrokenExperts:
+    """What an aborted exchange may leave: rows of zeros, or of anything."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def dispatch(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
+    ) -> tuple[int, ...]:
+        return (*topk_idx.shape, x.shape[1])
+
+    def combine(self, handle: tuple[int, ...]) -> Tensor:
+        return torch.full(handle, self._value, dtype=torch.bfloat16)
+
+
+@ALL
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 3e38])
+def test_rows_of_any_content_do_no_harm(shape: str, value: float) -> None:
+    """The step computes nonsense, is abandoned, and the redo is exact: blocks were overwritten."""
+    world = World(shape)
+    ids = world.tokens(60)
+    world.run(0, 0, ids[:41])
+    experts, world.model.experts = world.model.experts, BrokenExperts(value)
+    world.forward(world.rows(0, 41, ids[41:]))
+    world.model.experts = experts
+    assert torch.equal(world.run(0, 41, ids[41:]), alone(shape, ids)[41:])
