@@ -1,7 +1,9 @@
 """A small world for forward-pass tests: models of several shapes, and sequences stepped in any way."""
 
+import atexit
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -81,7 +83,9 @@ def weights_of(shape: str) -> Weights:
     )
     config["text_config"] = text
     random_weights = RandomWeights(ModelConfig.parse(config), 7, [True] * text["vocab_size"])
-    directory = Path(mkdtemp(prefix="phalanx-test-")) / shape
+    scratch = mkdtemp(prefix="phalanx-test-")  # mapped by the weights until the run ends
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    directory = Path(scratch) / shape
     write_checkpoint(
         directory,
         config,
