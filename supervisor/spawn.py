@@ -1,18 +1,23 @@
 """Starting one child, and reading its last words when it is gone."""
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.rundir import LOG_DIR
 from phalanx.supervisor.processes import ProcessSpec
 
 _TAIL_BYTES = 64 << 10
 _WORDS_MAX = 500  # characters
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(slots=True)
@@ -37,6 +42,17 @@ class Child:
             signal.pidfd_send_signal(self.pidfd, number)
         except ProcessLookupError:
             pass  # a zombie: its end is about to be noticed
+
+
+def _die_with(parent: int) -> None:
+    """In the child, before its program starts: let the kernel kill it when the supervisor dies.
+
+    The life pipe does the same, but a child looks at it only after seconds of imports. The signal is
+    tied to the parent's thread that forks, so `run_node` stays in one thread.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(ExitCode.PARENT_DIED)
 
 
 class Spawner:
@@ -84,6 +100,8 @@ class Spawner:
             env={**os.environ, **spec.environment()},
             pass_fds=(death_fd, self._life_read, self._lock_fd),
             process_group=0,  # Ctrl-C at the terminal is for the supervisor alone
+            # Our only other threads are ZeroMQ's, and they hold no lock of Python's.
+            preexec_fn=partial(_die_with, os.getpid()),  # noqa: PLW1509
         )
 
     def close(self) -> None:

@@ -184,6 +184,15 @@ def test_children_of_a_killed_supervisor_are_gone_within_two_seconds(node: TestN
     assert_nothing_left(node)
 
 
+def test_children_die_with_the_supervisor_even_while_they_import(node: TestNode) -> None:
+    node.environment = {"NODE_CHILD_SLOW_START": "30"}
+    node.start()
+    until(lambda: len(node.children()) >= 10)
+    os.kill(node.supervisor_pid, signal.SIGKILL)
+    wait_end(node)
+    until(lambda: not node.children(), 2)
+
+
 def test_start_right_after_the_kill_of_everything(node: TestNode) -> None:
     node.start()
     node.wait_healthy()

@@ -1,0 +1,86 @@
+"""The group's placement follows its membership: every expert has a holder, and few move."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.placement import Placement, copies, moves
+from phalanx.supervisor.placements import GroupPlacements, read_shape
+
+LAYERS, EXPERTS = 2, 10
+
+
+def settle(placements: GroupPlacements, *seats: int) -> Placement:
+    encoded = placements.settle(seats)
+    assert encoded is not None
+    return msgspec.msgpack.decode(encoded, type=Placement)
+
+
+@given(st.integers(1, 5), st.lists(st.sets(st.integers(0, 4), min_size=1), max_size=8))
+def test_every_expert_has_a_holder_in_every_group(ranks: int, groups: list[set[int]]) -> None:
+    placements = GroupPlacements(LAYERS, EXPERTS, ranks)
+    for group in groups:
+        seats = tuple(sorted(seat for seat in group if seat < ranks))
+        encoded = placements.settle(seats) if seats else None
+        if encoded is None:
+            continue
+        placement = msgspec.msgpack.decode(encoded, type=Placement)
+        assert placement.seats == seats
+        assert all(all(copies(placement, layer)) for layer in range(LAYERS))
+
+
+def test_one_loss_always_leaves_room() -> None:
+    for ranks in range(2, 6):
+        for lost in range(ranks):
+            placements = GroupPlacements(LAYERS, EXPERTS, ranks)
+            settle(placements, *range(ranks))
+            settle(placements, *(seat for seat in range(ranks) if seat != lost))
+
+
+def test_too_few_seats_have_no_placement_and_the_last_one_is_kept() -> None:
+    placements = GroupPlacements(LAYERS, EXPERTS, 4)
+    settle(placements, 0, 1, 2, 3)
+    before = placements.current
+    assert placements.settle((0,)) is None
+    assert placements.current == before
+
+
+def test_survivors_keep_what_they_hold_when_one_returns() -> None:
+    placements = GroupPlacements(LAYERS, EXPERTS, 3)
+    settle(placements, 0, 1, 2)
+    without = settle(placements, 0, 2)
+    again = settle(placements, 0, 1, 2)
+    assert set(moves(without, again)) == {1}
+
+
+def test_a_seat_lost_and_one_returned_at_once() -> None:
+    """Two of three fall, one comes back: the survivor alone has no room, the two together have."""
+    placements = GroupPlacements(LAYERS, EXPERTS, 3)
+    settle(placements, 0, 1, 2)
+    settle(placements, 0, 2)
+    assert settle(placements, 1, 2).seats == (1, 2)
+
+
+def test_shape_is_read_from_the_checkpoint(tmp_path: Path) -> None:
+    config = {"text_config": {"num_hidden_layers": 3, "n_routed_experts": 16}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_shape(tmp_path) == (3, 16)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}", '{"text_config": {"num_hidden_layers": 3}}', "[]"], ids=str
+)
+def test_a_useless_config_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        read_shape(tmp_path)
+
+
+def test_an_absent_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the model's .*No such file"):
+        read_shape(tmp_path / "nowhere")

@@ -1,0 +1,87 @@
+"""What one child is given, what it leaves behind in words, and what the kernel says of a silent one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from supervisor.node import until
+
+from phalanx.protocol.rundir import LOG_DIR
+from phalanx.supervisor.proc import inspect
+from phalanx.supervisor.processes import ProcessSpec
+from phalanx.supervisor.spawn import Child, last_words
+
+
+def child(run_dir: Path, out_start: int = 0) -> Child:
+    (run_dir / LOG_DIR).mkdir(exist_ok=True)
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    spec = ProcessSpec("worker-0", "worker", "m", 0, threads=3)
+    return Child(spec, 2, process, -1, -1, run_dir / LOG_DIR / "worker-0.out", out_start)
+
+
+def log(run_dir: Path, *entries: dict[str, object]) -> None:
+    lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+    (run_dir / LOG_DIR / "worker-0.log").write_text('{"cut line\n' + lines)
+
+
+def test_last_words_are_the_logged_error_of_that_incarnation(tmp_path: Path) -> None:
+    dead = child(tmp_path)
+    log(
+        tmp_path,
+        {"incarnation": 1, "level": "error", "event": "crashed", "error": "of another life"},
+        {"incarnation": 2, "level": "error", "event": "cannot run as configured", "error": "why"},
+        {"incarnation": 2, "level": "info", "event": "later"},
+    )
+    assert last_words(tmp_path, dead) == "cannot run as configured: why"
+
+
+def test_of_a_crash_they_are_the_exception(tmp_path: Path) -> None:
+    dead = child(tmp_path)
+    trace = "Traceback (most recent call last):\n  File x\nValueError: wrong shape"
+    log(tmp_path, {"incarnation": 2, "level": "error", "event": "crashed", "exception": trace})
+    assert last_words(tmp_path, dead) == "crashed: ValueError: wrong shape"
+
+
+def test_without_a_log_they_are_its_own_last_line_of_output(tmp_path: Path) -> None:
+    dead = child(tmp_path, out_start=len("of another life\n"))
+    dead.out.write_text("of another life\n")
+    assert last_words(tmp_path, dead) == ""
+    with dead.out.open("a") as out:
+        out.write("ImportError: no module named x\n\n")
+    assert last_words(tmp_path, dead) == "ImportError: no module named x"
+
+
+def test_libraries_get_the_configured_threads() -> None:
+    environment = ProcessSpec("worker-0", "worker", "m", 0, threads=3).environment()
+    assert environment["OMP_NUM_THREADS"] == "3"
+    assert environment["PYTHONSAFEPATH"] == "1"
+
+
+def test_a_stopped_process_shows_as_stopped() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        until(lambda: (inspect(process.pid) or ("", 0))[0] == "S")
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: (inspect(process.pid) or ("", 0))[0] == "T")
+    finally:
+        process.kill()
+        process.wait()
+    assert inspect(process.pid) is None
+
+
+def test_waiting_for_a_cpu_shows_as_waiting() -> None:
+    """Two busy processes pinned to one CPU: each waits about half of the time."""
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    try:
+        until(lambda: all((inspect(p.pid) or ("", 0))[1] > 200_000_000 for p in busy))
+        assert all((inspect(p.pid) or ("", 0))[0] == "R" for p in busy)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
