@@ -7,6 +7,7 @@ whether they took it. A request's life: Generate -> checked -> (tokenized) -> jo
 forgotten. `docs/gateway.md` tells the story with its reasons.
 """
 
+import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -398,7 +399,7 @@ class Core:
     def on_unroutable(self, peer: bytes, message: BusFromGateway, now_ns: int) -> None:
         """The message could not be sent: its receiver is gone."""
         # Commands to schedulers are repeated anyway, and the topology tells when one is gone.
-        self._texts.lost(peer)
+        self._texts.lost(peer, now_ns)
 
     def on_topology(self, topology: Topology, now_ns: int) -> None:
         self._epoch = max(self._epoch, topology.epoch)
@@ -421,18 +422,17 @@ class Core:
 
     def _introduce(self, peer: bytes, hello: Hello, now_ns: int) -> None:
         if hello.kind == "tokenizer":
-            self._texts.hello(peer, hello.name, hello.incarnation)
+            self._texts.hello(peer, hello.name, hello.incarnation, now_ns)
         else:
             self._placement.hello(peer, hello.seat, hello.incarnation, now_ns)
 
     def _known(self, peer: bytes, now_ns: int) -> bool:
+        """Whether its Hello came. If not, its name is as good: a Hello may be lost."""
         if self._texts.knows(peer) or self._placement.seat_of(peer) is not None:
             return True
-        # It was thought lost, and is here: as good as a Hello.
-        for known, hello in self._hellos.values():
-            if known == peer:
-                self._introduce(peer, hello, now_ns)
-                return True
+        hello = introduction(peer)
+        if hello is not None:
+            self._on_hello(peer, hello, now_ns)
         return False
 
     def _on_encoded(self, peer: bytes, message: Encoded | EncodeFailed) -> None:
@@ -647,6 +647,17 @@ class Core:
 
     def _to_bus(self, peer: bytes, message: BusFromGateway) -> None:
         self._bus.append((peer, message))
+
+
+def introduction(peer: bytes) -> Hello | None:
+    """What the bus identity NAME-NUMBER#INCARNATION of a service says of it."""
+    match = re.fullmatch(rb"(tokenizer|scheduler)-(\d{1,9})#(\d{1,9})", peer)
+    if match is None:
+        return None
+    kind, number, incarnation = match[1].decode(), int(match[2]), int(match[3])
+    if kind == "scheduler":
+        return Hello(f"scheduler-{number}", "scheduler", incarnation, number)
+    return Hello(f"tokenizer-{number}", "tokenizer", incarnation)
 
 
 def _reached(request: Request, stream: Stream) -> int:

@@ -10,6 +10,8 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import BLOCK_SIZE, COMMAND_RETRY_MS
 from phalanx.protocol.messages import (
@@ -341,6 +343,13 @@ class Placement:
         place.acknowledged, place.quiet, place.repeat_at_ns = True, 0, now_ns + QUIET_NS
         stream.tries = 0
         before = len(stream.tokens)
+        if item.finish_reason == "abort" and item.code is None:
+            # Not by this gateway, which is done with what it aborts: an old word reached it late.
+            stream.take(msgspec.structs.replace(item, finish_reason=None))
+            self._final_seen(seat, stream.request_id, stream.index, place.attempt)
+            self._unplace(stream)
+            self.enqueue(stream, priority=1)
+            return len(stream.tokens) > before
         if not stream.take(item):
             self._ask(stream, place, seat, now_ns)
             return False
@@ -391,7 +400,8 @@ class Placement:
         seat.list_call, seat.listed = 0, True
         for info in message.items:
             stream = find(info.request_id, info.index)
-            if stream is not None and stream.place is None and adoptable(stream):
+            aborted = info.finish_reason == "abort"  # an earlier place of the stream, left behind
+            if stream is not None and stream.place is None and adoptable(stream) and not aborted:
                 self.adopt(stream, seat, info.attempt, now_ns)
                 if stream.sampling.logprobs is None:
                     item = TokensItem(

@@ -24,8 +24,11 @@ BATCH_STREAMS = 256
 CALLS_MAX = 4  # in flight at one tokenizer; the rest waits here, where it can still be batched
 LONG_CHARS = 50_000  # an encode this long keeps a tokenizer busy for a noticeable time
 CHARS_PER_NS = 100_000 / 1e9  # a slow tokenizer's speed, for deadlines only
-RETRY_NS = 5_000_000_000  # a tokenizer that is silent for this long is asked no more for this job
-TRIES_MAX = 4  # tokenizers that may die over one job before the job is what is wrong
+BLAME_NS = 50_000_000
+RETRY_NS = 2_000_000_000  # a tokenizer that is silent for this long is asked no more for this job
+# Tokenizers that may die over one job before the job is what is wrong. Any text comes from outside;
+# ids are checked and go in batches, whose other streams are not to blame.
+ENCODE_TRIES_MAX, DECODE_TRIES_MAX = 4, 32
 
 
 @dataclass(eq=False)
@@ -47,12 +50,21 @@ class DecodeJob:
     streams: list[tuple[Stream, int, bool]]  # with the number of tokens sent and whether to flush
 
 
+@dataclass(slots=True)
+class Given:
+    """A job that some tokenizer has."""
+
+    job: EncodeJob | DecodeJob
+    at_ns: int
+    due_ns: int
+
+
 @dataclass(eq=False)
 class Tokenizer:
     peer: bytes
     name: str
     incarnation: int
-    calls: dict[int, tuple[EncodeJob | DecodeJob, int]] = field(default_factory=dict)  # deadline ns
+    calls: dict[int, Given] = field(default_factory=dict)
     encoding: int = 0  # characters in flight
     decoding: int = 0  # tokens in flight
 
@@ -73,21 +85,21 @@ class Texts:
         self._last_call = 0
         self.failed: list[EncodeJob | Stream] = []  # jobs that too many tokenizers died over
 
-    def hello(self, peer: bytes, name: str, incarnation: int) -> None:
+    def hello(self, peer: bytes, name: str, incarnation: int, now_ns: int) -> None:
         known = self._pool.get(name)
         if known is not None and incarnation < known.incarnation:
             return  # a late word of a dead one
         if known is None or incarnation > known.incarnation:
-            self.lost(known.peer if known else b"")
+            self.lost(known.peer if known else b"", now_ns)
             self._pool[name] = Tokenizer(peer, name, incarnation)
 
-    def lost(self, peer: bytes) -> None:
+    def lost(self, peer: bytes, now_ns: int) -> None:
         """This tokenizer is gone; its jobs go to others."""
         for name, tokenizer in list(self._pool.items()):
             if tokenizer.peer == peer:
                 del self._pool[name]
                 for call in list(tokenizer.calls):
-                    self._again(tokenizer, call)
+                    self._again(tokenizer, call, now_ns)
 
     def busy_peers(self) -> list[bytes]:
         return [tokenizer.peer for tokenizer in self._pool.values() if tokenizer.calls]
@@ -133,9 +145,9 @@ class Texts:
     def tick(self, now_ns: int) -> None:
         """Give jobs that a tokenizer does not answer to another one."""
         for tokenizer in self._pool.values():
-            late = [call for call, (_, due_ns) in tokenizer.calls.items() if due_ns <= now_ns]
+            late = [call for call, given in tokenizer.calls.items() if given.due_ns <= now_ns]
             for call in late:
-                self._again(tokenizer, call)
+                self._again(tokenizer, call, now_ns)
 
     def _dispatch_encodes(self, now_ns: int) -> None:
         held: list[EncodeJob] = []
@@ -149,7 +161,8 @@ class Texts:
                 continue  # shorter ones behind it need not wait
             tokenizer.encoding += job.chars
             due_ns = now_ns + RETRY_NS + int(10 * job.chars / CHARS_PER_NS)
-            message = Encode(self._call(tokenizer, job, due_ns), job.prompt, job.messages)
+            call = self._call(tokenizer, Given(job, now_ns, due_ns))
+            message = Encode(call, job.prompt, job.messages)
             self._send(tokenizer.peer, message)
         self._encodes.extendleft(reversed(held))
 
@@ -172,48 +185,52 @@ class Texts:
             items.append(item)
         if items:
             tokenizer.decoding += sum(count for _, count, _ in streams)
-            call = self._call(tokenizer, DecodeJob(streams), now_ns + RETRY_NS)
+            call = self._call(tokenizer, Given(DecodeJob(streams), now_ns, now_ns + RETRY_NS))
             self._send(tokenizer.peer, Decode(call, tuple(items)))
 
     def _least_busy(self, pool: Iterable[Tokenizer]) -> Tokenizer | None:
         free = [tokenizer for tokenizer in pool if len(tokenizer.calls) < CALLS_MAX]
         return min(free, key=lambda tokenizer: tokenizer.busy, default=None)
 
-    def _call(self, tokenizer: Tokenizer, job: EncodeJob | DecodeJob, due_ns: int) -> int:
+    def _call(self, tokenizer: Tokenizer, given: Given) -> int:
         self._last_call += 1
-        tokenizer.calls[self._last_call] = (job, due_ns)
+        tokenizer.calls[self._last_call] = given
         return self._last_call
 
     def _done(self, peer: bytes, call: int, kind: type) -> EncodeJob | DecodeJob | None:
         for tokenizer in self._pool.values():
-            if tokenizer.peer == peer and isinstance(tokenizer.calls.get(call, (None,))[0], kind):
-                return self._forget(tokenizer, call)
+            if tokenizer.peer == peer:
+                given = tokenizer.calls.get(call)
+                if given is not None and isinstance(given.job, kind):
+                    return self._forget(tokenizer, call)
         return None
 
     def _forget(self, tokenizer: Tokenizer, call: int) -> EncodeJob | DecodeJob:
-        job, _ = tokenizer.calls.pop(call)
+        job = tokenizer.calls.pop(call).job
         if isinstance(job, EncodeJob):
             tokenizer.encoding -= job.chars
         else:
             tokenizer.decoding -= sum(count for _, count, _ in job.streams)
         return job
 
-    def _again(self, tokenizer: Tokenizer, call: int) -> None:
+    def _again(self, tokenizer: Tokenizer, call: int, now_ns: int) -> None:
+        # What it hardly saw, it did not die over.
+        blame = int(now_ns - tokenizer.calls[call].at_ns >= BLAME_NS)
         job = self._forget(tokenizer, call)
         if isinstance(job, EncodeJob):
-            job.tries += 1
-            if job.tries < TRIES_MAX:
+            job.tries += blame
+            if job.tries < ENCODE_TRIES_MAX:
                 self._encodes.appendleft(job)
             else:
                 self.failed.append(job)
             return
         for stream, _, _ in job.streams:
             stream.decoding = False
-            self._retry(stream)
+            self._retry(stream, blame)
 
-    def _retry(self, stream: Stream) -> None:
-        stream.decode_tries += 1
-        if stream.decode_tries < TRIES_MAX:
+    def _retry(self, stream: Stream, blame: int = 1) -> None:
+        stream.decode_tries += blame
+        if stream.decode_tries < DECODE_TRIES_MAX:
             self.decode(stream)
         elif stream.final is None:
             self.failed.append(stream)

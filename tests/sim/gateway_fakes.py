@@ -172,9 +172,7 @@ class FakeScheduler:
                         self._forget((request_id, index))
             case ListSequences():
                 infos = tuple(
-                    SequenceInfo(
-                        *key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish
-                    )
+                    SequenceInfo(*key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish)
                     for key, s in self.sequences.items()
                 )
                 return [SequenceList(message.call, self.seat, self.incarnation, infos)]

@@ -14,16 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from sim.gateway_fakes import (
-    EOS,
-    VOCAB,
-    Expected,
-    FakeScheduler,
-    FakeTokenizer,
-    encode_text,
-    expected,
-    logprob_at,
-)
 
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import Refused
@@ -50,6 +40,16 @@ from phalanx.services.gateway.core import Core, Settings
 from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered, Stamp
 from phalanx.services.gateway.model import ModelLimits
 from phalanx.services.gateway.validate import sampling_for
+from sim.gateway_fakes import (
+    EOS,
+    VOCAB,
+    Expected,
+    FakeScheduler,
+    FakeTokenizer,
+    encode_text,
+    expected,
+    logprob_at,
+)
 
 MS = 1_000_000
 MODEL = ModelLimits("sim", VOCAB, 4096, EOS)
@@ -106,6 +106,7 @@ class SimClient:
 
 
 CLIENT_QUEUE = 30
+DECODER = Decoder[ClientMessage](ClientMessage)
 
 
 class World:
@@ -351,7 +352,6 @@ class World:
         seats = list(self.topology.seats)
         seats[number] = msgspec.structs.replace(seats[number], **changes)
         self.topology = Topology(self.topology.epoch + 2, tuple(seats))
-        topology = self.topology
         for scheduler in self.schedulers.values():
             if scheduler is not None:
                 self.after(self.rng.randint(0, 40) * MS, lambda s=scheduler: self._look(s))  # type: ignore[misc]
@@ -359,8 +359,7 @@ class World:
 
         def tell() -> None:
             if gateway is not None and gateway is self.gateway:
-                if topology is self.topology:  # the board shows the newest one only
-                    gateway.on_topology(topology, self.now)
+                gateway.on_topology(self.topology, self.now)  # the board shows the newest one
                 self.turn(gateway)
 
         self.after(self.rng.randint(0, 30) * MS, tell)
@@ -379,7 +378,9 @@ class World:
         if self.schedulers.get(scheduler.seat) is scheduler:
             for message in scheduler.step():
                 self.to_gateway(peer, message)
-            self.after((10 if scheduler.sequences else 20) * MS, lambda: self._step(scheduler, peer))
+            self.after(
+                (10 if scheduler.sequences else 20) * MS, lambda: self._step(scheduler, peer)
+            )
 
     def _report(self, scheduler: FakeScheduler, peer: bytes) -> None:
         if self.schedulers.get(scheduler.seat) is scheduler:
@@ -427,9 +428,8 @@ class World:
         self.after((5 if busy else 100) * MS, lambda: self._serve(client))
 
     def flush(self, client: SimClient) -> None:
-        decoder = Decoder[ClientMessage](ClientMessage)
         while client.core.outgoing and self.gateway is not None:
-            message = decoder.decode(client.core.outgoing.popleft())
+            message = DECODER.decode(client.core.outgoing.popleft())
             gateway = self.gateway
             self.after(MS, lambda g=gateway, m=message: self._arrive(g, client, m))  # type: ignore[misc]
 
@@ -559,7 +559,7 @@ def check_flow(spec: Spec, flow: Flow) -> None:
 def check_nothing_left(world: World) -> None:
     """Everyone is done with everything that has ended."""
     gateway = world.gateway
-    assert gateway is not None and gateway.idle
+    assert gateway is not None and gateway.idle and not world._writing
     assert not gateway._pending and not gateway._by_call and not gateway._recovering
     assert gateway._open_sequences == 0 and not gateway._abort_dones
     for seat in gateway._placement.seats.values():
@@ -623,8 +623,9 @@ def run_seed(seed: int, core: type[Core] = Core, requests: int = 12) -> World:
     world.run(300_000 * MS, until=lambda: all(flow.done for _, _, flow in world.flows))
     for spec, _, flow in world.flows:
         check_flow(spec, flow)
-    world.run(5_000 * MS, until=lambda: nothing_left(world))
+    world.run(15_000 * MS, until=lambda: nothing_left(world))
     check_nothing_left(world)
+    world._events.clear()
     world.now += 700_000 * MS  # nothing happens for long
     world.turn(world.gateway)
     world.run(100 * MS)
