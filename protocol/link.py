@@ -23,15 +23,25 @@ def bind_router(endpoint: str, max_message_bytes: int) -> "zmq.Socket[bytes]":
     return socket
 
 
-def connect_dealer(endpoint: str, identity: str = "") -> "zmq.Socket[bytes]":
+def connect_dealer(
+    endpoint: str, identity: str = "", *, only_connected: bool = False
+) -> "zmq.Socket[bytes]":
+    """A DEALER that reconnects by itself. Messages wait for a peer that is away, unless
+    `only_connected`: then `send` fails, and what had not left yet goes with the lost connection."""
     socket = _context.socket(zmq.DEALER)
     _common(socket)
+    socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
     socket.connect(endpoint)
     return socket
+
+
+def watch_disconnects(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
+    """A socket that has a message whenever a peer of `socket` is gone; take them with `receive`."""
+    return socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
 
 def thread_pair(name: str) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":

@@ -37,7 +37,7 @@ class BlockPool:
         assert 0 <= count <= len(self._free)
         if count == 0:
             return []
-        taken = self._free[-count:]
+        taken = self._free[: -count - 1 : -1]
         del self._free[-count:]
         for block in taken:
             self._refs[block] = 1

@@ -12,7 +12,7 @@ from phalanx.protocol.arena import Arena
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import ArenaError, DecodeError
 from phalanx.protocol.limits import COMMAND_RETRY_MS
-from phalanx.protocol.link import connect_dealer, receive, send
+from phalanx.protocol.link import connect_dealer, receive, send, watch_disconnects
 from phalanx.protocol.messages import (
     BusFromGateway,
     FromSupervisor,
@@ -32,6 +32,7 @@ from phalanx.scheduler_svc.core import (
     Membership,
     Scheduler,
     StoreArenas,
+    StoreLost,
     WorkerLost,
 )
 from phalanx.scheduler_svc.seat import SeatLink
@@ -63,7 +64,9 @@ class Shell:
         self.seat = SeatLink(service.board, config.node, service.seat, service.incarnation)
         identity = f"{service.name}#{service.incarnation}"
         self.bus = connect_dealer(endpoint(service.run_dir, BUS_SOCKET), identity)
-        self.store = connect_dealer(endpoint(service.run_dir, KVSTORE_SOCKET), identity)
+        store = endpoint(service.run_dir, KVSTORE_SOCKET)
+        self.store = connect_dealer(store, identity, only_connected=True)
+        self.store_ends = watch_disconnects(self.store)
         self._from_gateway = Decoder[BusFromGateway](BusFromGateway)
         self._from_store = Decoder[KVReply](KVReply)
         self._topology_version = -1
@@ -74,7 +77,11 @@ class Shell:
     def run(self) -> None:
         self.service.ready()
         self.service.loop(
-            {self.bus: self.on_bus, self.store: self.on_store},
+            {
+                self.bus: self.on_bus,
+                self.store: self.on_store,
+                self.store_ends: self.on_store_end,
+            },
             self.turn,
             on_supervisor=self.on_supervisor,
         )
@@ -95,6 +102,11 @@ class Shell:
         now_ns = time.monotonic_ns()
         for message in self._decoded(self.store, self._from_store):
             self.core.handle(message, now_ns)
+
+    def on_store_end(self) -> None:
+        """Whatever the store had not copied is gone with the connection."""
+        if receive(self.store_ends, MESSAGES_PER_TURN):
+            self.core.handle(StoreLost(), time.monotonic_ns())
 
     def on_supervisor(self, message: FromSupervisor) -> None:
         """TopologyChanged only wakes the loop, which looks at the board each turn."""

@@ -1,0 +1,146 @@
+"""The queues of a node are read from shared memory alone: of live schedulers, whole, in the contract's
+words."""
+
+import fcntl
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phalanx.protocol.arena import Arena, names
+from phalanx.protocol.queues import (
+    COLUMNS,
+    Phase,
+    QueueTable,
+    State,
+    queue_arena_name,
+    queue_bytes,
+    read_queues,
+)
+
+ROWS = 10
+
+
+@pytest.fixture
+def node() -> Iterator[str]:
+    name = f"q{uuid.uuid4().hex[:8]}"
+    yield name
+    for arena in names(name):
+        os.unlink(f"/dev/shm/{arena}")
+
+
+def make(node: str, seat: int, incarnation: int) -> tuple[Arena, QueueTable]:
+    name = queue_arena_name(node, seat, incarnation)
+    arena = Arena.create(name, queue_bytes(ROWS), "test")
+    return arena, QueueTable.create(arena.data[:], ROWS, seat, incarnation)
+
+
+def test_columns_do_not_overlap() -> None:
+    table = QueueTable(memoryview(bytearray(queue_bytes(ROWS))), ROWS)
+    for number, (name, _) in enumerate(COLUMNS):
+        getattr(table, name)[:] = number + 1
+    table.request_ids[:] = 99
+    table.header[0]["rows"] = 77
+    for number, (name, _) in enumerate(COLUMNS):
+        assert (getattr(table, name) == number + 1).all()
+    assert (table.request_ids == 99).all() and table.header[0]["layout"] == 0
+
+
+def test_the_contract(node: str) -> None:
+    arena, table = make(node, 1, 4)
+    with arena:
+        header = table.header[0]
+        header["epoch"], header["waiting"], header["running"] = 6, 1, 2
+        header["free_blocks"], header["total_blocks"] = 5, 9
+        header["free_slots"], header["total_slots"] = 3, 4
+        table.request_ids[2] = np.frombuffer(bytes(range(16)), np.uint8)
+        table.state[2], table.phase[2] = State.RUNNING, Phase.DECODE
+        table.arrival_ns[2] = time.monotonic_ns() - 50_000_000
+        table.prompt_tokens[2], table.output_tokens[2], table.max_tokens[2] = 11, 12, 13
+        table.blocks[2], table.cached_tokens[2], table.preemptions[2] = 2, 0, 1
+        seen = read_queues(node)
+        del table, header
+    assert seen["ranks"] == [
+        {
+            "slot": 1,
+            "incarnation": 4,
+            "epoch": 6,
+            "waiting": 1,
+            "running": 2,
+            "free_blocks": 5,
+            "total_blocks": 9,
+            "free_slots": 3,
+            "total_slots": 4,
+        }
+    ]
+    (request,) = seen["requests"]
+    assert 50 <= request.pop("age_ms") < 5000
+    assert request == {
+        "request_id": "000102030405060708090a0b0c0d0e0f",
+        "index": 0,
+        "slot": 1,
+        "state": "running",
+        "phase": "decode",
+        "prompt_tokens": 11,
+        "output_tokens": 12,
+        "max_tokens": 13,
+        "blocks": 2,
+        "cached_tokens": 0,
+        "preemptions": 1,
+    }
+
+
+def test_only_the_latest_live_incarnation_of_each_seat(node: str) -> None:
+    held = [make(node, 0, 1), make(node, 0, 2), make(node, 5, 1)]
+    dead, _ = make(node, 0, 9)
+    fcntl.flock(dead._fd, fcntl.LOCK_UN)  # as if its owner had died
+    other, _ = make(f"{node}-queue0", 3, 1)  # another node, whose name starts like ours
+    ranks = read_queues(node)["ranks"]
+    assert [(rank["slot"], rank["incarnation"]) for rank in ranks] == [(0, 2), (5, 1)]
+    assert read_queues("nobody") == {"ranks": [], "requests": []}
+    arenas = [*(arena for arena, _ in held), dead, other]
+    del held
+    for arena in arenas:
+        arena.close()
+
+
+def test_a_reader_sees_a_moment_between_two_changes(node: str) -> None:
+    """A writer keeps two words equal under the sequence lock: a reader never sees them differ."""
+    arena, table = make(node, 0, 1)
+    stop = threading.Event()
+
+    def write(header: Any) -> None:
+        for number in range(1_000_000):
+            header["version"] += 1
+            header["waiting"] = number
+            header["running"] = number
+            header["version"] += 1
+            if stop.is_set():
+                return
+
+    writer = threading.Thread(target=write, args=(table.header[0],))
+    writer.start()
+    try:
+        for _ in range(50):
+            (rank,) = read_queues(node)["ranks"]
+            assert rank["waiting"] == rank["running"]
+    finally:
+        stop.set()
+        writer.join()
+    del table, write, writer
+    arena.close()
+
+
+def test_a_writer_that_stopped_in_the_middle_is_still_read(node: str) -> None:
+    arena, table = make(node, 0, 1)
+    table.header[0]["version"] = 7
+    table.header[0]["waiting"] = 3
+    (rank,) = read_queues(node)["ranks"]
+    assert rank["waiting"] == 3
+    del table
+    arena.close()

@@ -1,0 +1,109 @@
+"""When memory runs out: the longest output is preempted and recomputed, the same tokens come out, and
+something always runs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.protocol.queues import Phase, State
+from sim.scheduler_story import Story
+
+
+def preemptions(story: Story) -> int:
+    return int(story.columns.preemptions.sum())
+
+
+def test_the_longest_output_makes_room_and_loses_no_token() -> None:
+    story = Story(num_blocks=5)
+    story.submit(0, 120, max_tokens=100)
+    story.step(4)
+    story.submit(1, 126, max_tokens=30)
+    story.submit(2, 127, max_tokens=30)
+    story.submit(3, 20, max_tokens=50)
+    assert story.columns.preemptions.max() == 0
+    while preemptions(story) == 0:
+        story.step()
+    (victim,) = story.core.rank.waiting
+    assert victim.request_id == f"{0:032x}"
+    assert story.columns.state[victim.row] == State.WAITING
+    assert story.columns.phase[victim.row] == Phase.PREEMPTED
+    assert story.columns.output_tokens[victim.row] == len(victim.outputs) > 0
+    story.run()
+    for number, count in ((0, 100), (1, 30), (2, 30), (3, 50)):
+        assert story.outputs(number) == story.expected(number, count)
+        assert story.ends(number) == ["length"]
+    assert story.free == (4, 8)
+
+
+def test_a_preempted_one_goes_ahead_of_arrivals() -> None:
+    story = Story(num_blocks=4, max_num_seqs=3)
+    for number in range(3):
+        story.submit(number, 125, max_tokens=30 + number)
+    story.submit(3, 10)
+    while preemptions(story) == 0:
+        story.step()
+    assert story.core.rank.waiting[-1].request_id == f"{3:032x}"
+    story.run()
+    assert all(story.outputs(n) == story.expected(n, 30 + n) for n in range(3))
+
+
+def test_preemption_at_every_step_gives_the_same_tokens() -> None:
+    """Position-keyed noise: recomputing restarts nothing."""
+    for at in range(1, 24):
+        story = Story()
+        story.submit(0, 120, max_tokens=25, logprobs=0)
+        story.step(at)
+        plan, story.plan = story.plan, None  # not sent: the worker never sees it
+        assert plan is not None
+        story.core.flights.clear()
+        story.core.rank.preempt(story.core.rank.decoding[0])
+        story.event()
+        story.run()
+        assert story.outputs(0) == story.expected(0, 25)
+        assert [lp.logprob for item in story.items(0) for lp in item.logprobs] == [
+            -float(token) for token in story.outputs(0)
+        ]
+
+
+def test_the_last_one_is_not_its_own_victim() -> None:
+    """A prompt in prefill holds the rest of the pool: the only decoder waits, and goes on after it."""
+    story = Story(num_blocks=5, max_num_batched_tokens=40, prefill_watermark=1.0)
+    story.submit(0, 126, max_tokens=40)
+    story.step(4)
+    story.submit(1, 380, max_tokens=2)
+    for _ in range(6):
+        story.step()
+    assert len(story.core.rank.decoding) == 1 and preemptions(story) == 0
+    assert len(story.rows()) == 1  # the prompt alone
+    story.run()
+    assert story.outputs(0) == story.expected(0, 40)
+    assert story.outputs(1) == story.expected(1, 2)
+
+
+@given(
+    num_blocks=st.integers(3, 9),
+    budget=st.sampled_from([8, 33, 200]),
+    watermark=st.sampled_from([0.3, 0.9, 1.0]),
+    lengths=st.lists(st.tuples(st.integers(1, 260), st.integers(1, 70)), min_size=1, max_size=6),
+)
+def test_something_always_runs(
+    num_blocks: int, budget: int, watermark: float, lengths: list[tuple[int, int]]
+) -> None:
+    story = Story(num_blocks=num_blocks, max_num_batched_tokens=budget, prefill_watermark=watermark)
+    for number, (prompt, outputs) in enumerate(lengths):
+        story.submit(number, prompt, max_tokens=outputs)
+        assert story.plan is not None or not story.core.live
+    story.run(steps_max=6000)
+    assert story.core.live == 0
+    assert story.free == (num_blocks - 1, 8)
+    for number, (prompt, outputs) in enumerate(lengths):
+        fits = -(-(prompt + outputs - 1) // 128) <= num_blocks - 1
+        assert story.outputs(number) == (story.expected(number, outputs) if fits else [])
+
+
+@pytest.mark.parametrize("length", [127, 128, 129])
+def test_block_borders(length: int) -> None:
+    story = Story(num_blocks=4)
+    story.submit(0, length, max_tokens=130)
+    story.run()
+    assert story.outputs(0) == story.expected(0, 130)
