@@ -49,7 +49,10 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
 
 
 def arena_name(node: str, kind: str, incarnation: int | str) -> str:
-    """`ph-NODE-KIND-INCARNATION`: the sweep and the acceptance checks find a node's names by prefix."""
+    """`ph-NODE-KIND-INCARNATION`: the sweep and the acceptance checks find a node's names by prefix.
+
+    `kind` and `incarnation` hold no "-".
+    """
     return f"ph-{node}-{kind}-{incarnation}"
 
 
@@ -226,11 +229,17 @@ def sweep(node: str, keep: frozenset[str] = frozenset(), *, half_made: bool = Tr
     """
     return [
         path.name
-        for path in sorted(SHM.glob(f"ph-{node}-*"))
+        for path in _paths(node)
         if path.name not in keep and _remove_if_abandoned(path, half_made)
     ]
 
 
 def names(node: str) -> list[str]:
     """Every arena name of the node that exists now."""
-    return sorted(path.name for path in SHM.glob(f"ph-{node}-*"))
+    return [path.name for path in _paths(node)]
+
+
+def _paths(node: str) -> list[Path]:
+    # Kinds and incarnations hold no "-", so that the arenas of node "a-b" are not taken for those of "a".
+    found = SHM.glob(f"ph-{node}-*")
+    return sorted(path for path in found if path.name.rsplit("-", 2)[0] == f"ph-{node}")

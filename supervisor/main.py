@@ -51,7 +51,7 @@ from phalanx.supervisor.events import (
     Tell,
 )
 from phalanx.supervisor.group import Placements
-from phalanx.supervisor.lock import FAILED_FILE, NodeLock
+from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
 from phalanx.supervisor.spawn import Child, Spawner, last_words
@@ -63,6 +63,7 @@ TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
 _MESSAGES_PER_TURN = 256
 _LATER_NS = 20_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
+_DRAIN_S_MAX = 86_400.0
 
 
 def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> ExitCode:
@@ -96,6 +97,7 @@ def run_processes(
     lock = NodeLock(run_dir)
     try:
         config.check()
+        _check_name_free(config)
         config.save()
         return Node(config, table, placements(), lock, on_event).run()
     except PhalanxError as error:
@@ -104,6 +106,15 @@ def run_processes(
         raise
     finally:
         lock.release()
+
+
+def _check_name_free(config: NodeConfig) -> None:
+    """Two run directories may end alike, and shared memory is named after the end."""
+    if alive := arena.names(config.node):  # what was abandoned has just been swept
+        raise NodeBusy(
+            f"another node whose run directory ends in {config.node!r} is running (shared memory"
+            f" {alive[0]} is in use): choose a --run-dir with another last part"
+        )
 
 
 def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
@@ -215,9 +226,13 @@ class Node:
                 now_ns = time.monotonic_ns()
                 reply = status(self._core, self._config, os.getpid(), call, now_ns)
                 send_to(self._watch.socket, identity, encode(reply))
-            case Shutdown(call, timeout_s):
+            case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
                 self._waiting_for_end.append((identity, call))
-                self._events.append(ShutdownAsked(max(0, int(timeout_s * 1000))))
+                self._events.append(ShutdownAsked(int(timeout_s * 1000)))
+            case Shutdown(call, timeout_s):
+                text = f"timeout_s is {timeout_s}, allowed: 0 to {_DRAIN_S_MAX}"
+                answer = Error(call, Code.BAD_REQUEST, text)
+                send_to(self._watch.socket, identity, encode(answer))
             case _:
                 self._log.error("message about an unknown process", message=repr(message)[:200])
 

@@ -13,8 +13,10 @@ import pytest
 from supervisor.node import TestNode, pids_of, until
 
 from phalanx.protocol import arena
+from phalanx.protocol.codec import Decoder
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import HANG_MS
+from phalanx.protocol.messages import Error, FromSupervisor, Shutdown
 from phalanx.supervisor.lock import FAILED_FILE, running
 
 pytestmark = pytest.mark.process
@@ -241,6 +243,28 @@ def test_two_nodes_live_beside_each_other(node: TestNode, tmp_path: Path) -> Non
         assert len(pids_of(other.run_dir)) >= 10
     finally:
         other.stop()
+
+
+def test_a_node_of_the_same_name_elsewhere_is_refused(living: TestNode, tmp_path: Path) -> None:
+    living.wait_healthy()
+    twin = TestNode(tmp_path / living.run_dir.name)
+    twin.start()
+    assert wait_end(twin) == ExitCode.UNHEALTHY
+    twin.close()
+    assert "choose a --run-dir with another last part" in twin.said()
+    assert "another last part" in (twin.run_dir / FAILED_FILE).read_text()
+    assert living.status().healthy
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0, 1e9])
+def test_nonsense_from_outside_is_answered(living: TestNode, timeout_s: float) -> None:
+    living.wait_healthy()
+    reply = living.ask(Shutdown(9, timeout_s))
+    assert isinstance(reply, Error) and reply.call == 9 and "allowed: 0 to" in reply.message
+    living.socket.send(b"\xff not a message")
+    reply = Decoder[FromSupervisor](FromSupervisor).decode(living.socket.recv())
+    assert isinstance(reply, Error) and reply.code == "bad_request"
+    assert living.status().healthy
 
 
 def test_idle_costs_next_to_nothing(living: TestNode) -> None:
