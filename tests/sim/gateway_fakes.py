@@ -138,7 +138,7 @@ class FakeScheduler:
         self.member = False
         self.seq = 0
         self.slots, self.blocks = slots, blocks
-        self.most = 0  # sequences at once, ever
+        self.most = 0  # live sequences at once, ever
 
     def load(self) -> SeatLoad:
         accepting = self.worker > 0 and self.member
@@ -209,7 +209,8 @@ class FakeScheduler:
             return [Refusal(submit.call, Code.NOT_READY, "no worker")]
         running = Running(submit, list(memoryview(submit.outputs).cast("i")))
         self.sequences[key] = running
-        self.most = max(self.most, len(self.sequences))
+        live = sum(one.finish is None for one in self.sequences.values())
+        self.most = max(self.most, live)
         replies: list[BusToGateway] = [Submitted(submit.call, self.seat, self.incarnation)]
         if running.outputs and self._ended(running):
             replies.append(self._tokens([self._item(running, len(running.outputs))]))

@@ -106,6 +106,7 @@ class SimClient:
 
 
 CLIENT_QUEUE = 30
+CALM_NS = 40_000 * MS  # within this time after the last fault, everything has ended
 DECODER = Decoder[ClientMessage](ClientMessage)
 
 
@@ -620,7 +621,7 @@ def run_seed(seed: int, core: type[Core] = Core, requests: int = 12) -> World:
             world.after(delay, lambda c=client, f=flow: c.core.abort(f, world.now))  # type: ignore[misc]
     world.run(1000 * MS)
     world.calm()
-    world.run(300_000 * MS, until=lambda: all(flow.done for _, _, flow in world.flows))
+    world.run(CALM_NS, until=lambda: all(flow.done for _, _, flow in world.flows))
     for spec, _, flow in world.flows:
         check_flow(spec, flow)
     world.run(15_000 * MS, until=lambda: nothing_left(world))

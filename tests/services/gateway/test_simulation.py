@@ -1,0 +1,246 @@
+"""The gateway under random faults in virtual time: every stream gets its one right end, nothing leaks.
+
+And the simulator tells: gateways with one planted bug each do not survive it.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import DecodedItem, Sampling, TokensItem
+from phalanx.services.client_core import ClientCore, Spec
+from phalanx.services.gateway.core import Core, Pending
+from phalanx.services.gateway.placement import Placement
+from phalanx.services.gateway.streams import Request, Stream
+from phalanx.services.gateway.texts import Texts
+from sim.gateway_world import Faults, World, check_flow, check_nothing_left, run_seed
+
+MS = 1_000_000
+
+
+@pytest.mark.parametrize("block", range(20))
+def test_every_stream_survives_random_faults(block: int) -> None:
+    for seed in range(20 * block, 20 * block + 20):
+        try:
+            run_seed(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_same_seed_is_the_same_story() -> None:
+    first, second = run_seed(7), run_seed(7)
+    assert [f.results() for _, _, f in first.flows] == [f.results() for _, _, f in second.flows]
+    assert first.now == second.now
+
+
+def _story_without_faults() -> World:
+    world = World(3)
+    client = world.client()
+    for i in range(40):
+        world.generate(client, Spec([5, i], Sampling(seed=i, max_tokens=30), n=1 + i % 3))
+    world.run(20_000 * MS, until=lambda: all(flow.done for _, _, flow in world.flows))
+    world.run(2_000 * MS)
+    return world
+
+
+def test_without_faults_nothing_is_moved_or_repeated() -> None:
+    world = _story_without_faults()
+    for spec, _, flow in world.flows:
+        check_flow(spec, flow)
+        assert flow.results()[0].usage.completion_tokens == len(flow.sequences[0].token_ids)
+    check_nothing_left(world)
+    loads = [scheduler.most for scheduler in world.schedulers.values() if scheduler]
+    assert max(loads) <= 8 and min(loads) >= 7  # the capacity given to a seat, all of it used
+
+
+def test_a_slow_client_is_cancelled_with_a_reason_and_others_go_on() -> None:
+    world = World(4)
+    slow, quick = world.client(), world.client()
+    for i in range(40):
+        world.generate(slow, Spec([5, i], Sampling(seed=i, max_tokens=40)))
+    slow.stalled = True
+    one = world.generate(quick, Spec([9], Sampling(seed=1, max_tokens=10)))
+    world.run(25_000 * MS)
+    assert one.done and not any(flow.error for _, _, flow in world.flows)
+    world.run(10_000 * MS)
+    slow.stalled = False
+    world.run(120_000 * MS, until=lambda: all(flow.done for _, _, flow in world.flows))
+    reasons = set()
+    for _, client, flow in world.flows:
+        for received in flow.sequences:
+            assert received.final is not None
+            if client is slow and received.final.finish_reason == "abort":
+                reasons.add(received.final.code)
+    # It reads again and is told: what had ended in time is whole, the rest was cancelled.
+    assert reasons <= {Code.SLOW_CLIENT}
+    world.run(2_000 * MS)
+    check_nothing_left(world)
+
+
+# --- planted bugs ---
+
+
+def _no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Placement.on_tokens
+
+    def on_tokens(self: Placement, peer: bytes, message: object, find: object, now: int) -> object:
+        for item in message.items:  # type: ignore[attr-defined]
+            stream = find(item.request_id, item.index)  # type: ignore[operator]
+            if stream is not None and stream.final is None and stream.take(item):
+                yield stream
+        yield from original(self, peer, message, find, now)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Placement, "on_tokens", on_tokens)
+
+
+def _gaps_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stream.take
+
+    def take(self: Stream, item: TokensItem) -> bool:
+        if item.offset > len(self.tokens):
+            self.tokens.extend(item.token_ids)
+            return True
+        return original(self, item)
+
+    monkeypatch.setattr(Stream, "take", take)
+
+
+def _duplicates_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stream.take
+
+    def take(self: Stream, item: TokensItem) -> bool:
+        if item.offset < len(self.tokens) and item.token_ids:
+            self.tokens.extend(item.token_ids)
+            return True
+        return original(self, item)
+
+    monkeypatch.setattr(Stream, "take", take)
+
+
+def _gaps_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, "_ask", lambda *arguments: None)
+    monkeypatch.setattr(Placement, "_repeat", lambda *arguments: None)
+
+
+def _accepted_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Core._journal
+
+    def journal(self: Core, pending: Pending, prompt_ids: Sequence[int]) -> None:
+        original(self, pending, prompt_ids)
+        if pending.entry is not None:
+            self._durable.pop()
+            self._accept(pending)
+
+    monkeypatch.setattr(Core, "_journal", journal)
+
+
+def _abort_told_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Core._abort_request
+
+    def abort(self: Core, request: Request, end: object, now_ns: int) -> None:
+        original(self, request, end, now_ns)  # type: ignore[arg-type]
+        request.held = False
+        self._delivery.offer(request)
+
+    monkeypatch.setattr(Core, "_abort_request", abort)
+
+
+def _dead_tokenizers_keep_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Texts, peer: bytes, now_ns: int) -> None:
+        for name in [n for n, tokenizer in self._pool.items() if tokenizer.peer == peer]:
+            del self._pool[name]
+
+    monkeypatch.setattr(Texts, "lost", lost)
+
+
+def _final_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, "_final_seen", lambda *arguments: None)
+
+
+def _carry_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stream.show
+
+    def show(self: Stream, item: DecodedItem, flush: bool) -> None:
+        original(self, item, flush)
+        self.carry = b""
+
+    monkeypatch.setattr(Stream, "show", show)
+
+
+def _lost_seats_keep_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Placement, "_move_all", lambda self, seat: None)
+
+
+def _attempts_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Placement._submit
+
+    def submit(self: Placement, stream: Stream, seat: object, now_ns: int) -> None:
+        self._first_attempt = 1
+        original(self, stream, seat, now_ns)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Placement, "_submit", submit)
+
+
+def _seeds_not_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.services.gateway.streams.derive_seed", lambda seed, index: seed)
+
+
+def _offsets_ignored_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Request.attach
+
+    def attach(self: Request, client: bytes, offsets: Sequence[int]) -> None:
+        original(self, client, [offset + 1 for offset in offsets])
+
+    monkeypatch.setattr(Request, "attach", attach)
+
+
+def _client_never_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ClientCore, "_repeat", lambda self, flow, now_ns: None)
+
+
+PLANTED = [
+    _no_fence,
+    _gaps_ignored,
+    _duplicates_taken,
+    _gaps_not_asked_for,
+    _accepted_before_durable,
+    _abort_told_before_durable,
+    _dead_tokenizers_keep_their_jobs,
+    _final_never_seen,
+    _carry_lost,
+    _lost_seats_keep_their_streams,
+    _attempts_start_anew,
+    _seeds_not_derived,
+    _offsets_ignored_on_attach,
+    _client_never_repeats,
+]
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__.strip("_"))
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    for seed in range(60):
+        try:
+            run_seed(seed)
+        except (AssertionError, LookupError, AttributeError):  # a failed check, or a crash
+            return
+    raise AssertionError("60 seeds did not find it")
+
+
+def test_overload_is_refused_with_a_time_to_retry() -> None:
+    world = World(5, Faults(), max_open=4)
+    world.calm()
+    client = world.client()
+    flow = client.core.generate(Spec([1], Sampling(max_tokens=5), n=5), world.now, None)
+    world.run(1_000 * MS)
+    assert isinstance(flow.error, Refused)
+    assert flow.error.code is Code.OVERLOADED and flow.error.retry_after_ms > 0
+    # Asked again, patiently, many at once get through.
+    for i in range(30):
+        world.generate(client, Spec([1, i], Sampling(max_tokens=5)))
+    world.run(60_000 * MS, until=lambda: all(flow.done for _, _, flow in world.flows))
+    for spec, _, one in world.flows:
+        check_flow(spec, one)
