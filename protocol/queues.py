@@ -61,7 +61,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("state", "u1"),
     ("phase", "u1"),
     ("index", "<i4"),
-    ("attempt", "<i4"),
+    ("attempt", "<i8"),
     ("arrival_ns", "<i8"),  # CLOCK_MONOTONIC, one clock for all processes of a host
     ("prompt_tokens", "<i4"),
     ("output_tokens", "<i4"),
@@ -98,7 +98,7 @@ class QueueTable:
     state: npt.NDArray[np.uint8]
     phase: npt.NDArray[np.uint8]
     index: npt.NDArray[np.int32]
-    attempt: npt.NDArray[np.int32]
+    attempt: npt.NDArray[np.int64]
     arrival_ns: npt.NDArray[np.int64]
     prompt_tokens: npt.NDArray[np.int32]
     output_tokens: npt.NDArray[np.int32]

@@ -4,6 +4,7 @@ import numpy as np
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.limits import N_MAX
 from phalanx.protocol.messages import Submit
 from phalanx.protocol.queues import REQUEST_ID_BYTES
 from phalanx.protocol.steps import WorkerHello
@@ -80,6 +81,11 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
         well_named = False
     if not well_named:
         raise Refused(Code.BAD_REQUEST, f"request id {submit.request_id!r} is not 32 hex digits")
+    if not 0 <= submit.index < N_MAX or not 0 <= submit.attempt < 1 << 62:
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"index {submit.index} is not below {N_MAX}, or attempt {submit.attempt} is absurd",
+        )
     if not submit.prompt or len(submit.prompt) % 4 or len(submit.outputs) % 4:
         raise Refused(Code.BAD_REQUEST, "prompt and outputs are int32 ids, the prompt at least one")
     ids = np.frombuffer(submit.prompt + submit.outputs, np.int32)

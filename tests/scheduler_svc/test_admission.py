@@ -122,16 +122,17 @@ def test_a_refusal_leaves_the_older_attempt_alone() -> None:
 @given(
     st.binary(max_size=24),
     st.binary(max_size=12),
-    st.integers(-2, 5),
+    st.one_of(st.integers(-2, 5), st.integers(-(2**63), 2**64 - 1)),
+    st.one_of(st.integers(-2, 5), st.integers(-(2**63), 2**64 - 1)),
     st.one_of(st.none(), st.integers(-5, 2**70)),
 )
 def test_any_submit_is_answered_once_and_harms_nobody(
-    prompt: bytes, outputs: bytes, attempt: int, max_tokens: int | None
+    prompt: bytes, outputs: bytes, index: int, attempt: int, max_tokens: int | None
 ) -> None:
     story = Story()
     story.submit(0)
     sampling = Sampling(max_tokens=max_tokens, seed=1)
-    story.event(Submit(50, request_id(9), 0, attempt, prompt, sampling, outputs))
+    story.event(Submit(50, request_id(9), index, attempt, prompt, sampling, outputs))
     answers = [m for m in story.heard if isinstance(m, Submitted | Refusal) and m.call == 50]
     assert len(answers) == 1
     ids = np.frombuffer(prompt + outputs, np.int32) if len(prompt + outputs) % 4 == 0 else None
