@@ -86,7 +86,9 @@ def expected(sampling: Sampling, prompt: bytes) -> Expected:
     tokens: list[int] = []
     while True:
         tokens.append(token_at(sampling.seed, prompt, len(tokens)))
-        ends = tokens[-1] == EOS or tokens[-1] in sampling.stop_token_ids
+        ends = (tokens[-1] == EOS and not sampling.ignore_eos) or tokens[
+            -1
+        ] in sampling.stop_token_ids
         done = ends or len(tokens) == sampling.max_tokens
         shown, owed = pieces(tokens, "")
         texts = [*shown, owed] if done else shown
@@ -243,7 +245,7 @@ class FakeScheduler:
     def _ended(self, one: Running) -> bool:
         s = one.submit.sampling
         last = one.outputs[-1]
-        if last == EOS or last in s.stop_token_ids:
+        if (last == EOS and not s.ignore_eos) or last in s.stop_token_ids:
             one.finish = "stop"
         elif len(one.outputs) == s.max_tokens:
             one.finish = "length"
