@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import pytest
 
-from phalanx.protocol.arena import names
+from phalanx.protocol.arena import Arena, arena_name, names
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import KVStoreConfig, NodeConfig
@@ -23,7 +24,10 @@ from phalanx.protocol.messages import (
     BusToGateway,
     Done,
     Hello,
+    KVRequest,
     Message,
+    Put,
+    PutDone,
     Sampling,
     SeatLoad,
     Submit,
@@ -32,7 +36,8 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.queues import read_queues
-from phalanx.protocol.rundir import BUS_SOCKET, SUPERVISOR_SOCKET, endpoint, prepare
+from phalanx.protocol.rundir import BUS_SOCKET, KVSTORE_SOCKET, SUPERVISOR_SOCKET, endpoint, prepare
+from phalanx.protocol.service import Socket
 from phalanx.protocol.steps import Link, StepPlan
 from phalanx.protocol.topology import Seat, Topology
 from sim.hash_worker import VOCAB, HashWorker, fault_free
@@ -46,9 +51,9 @@ LIMIT = 1 << 20
 class Bench:
     """A supervisor's board, a gateway's bus and a worker, all played by the test, around one scheduler."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, store: bool = False) -> None:
         self.run_dir = prepare(root / f"s{uuid.uuid4().hex[:8]}")
-        self.config = NodeConfig(run_dir=str(self.run_dir), kvstore=KVStoreConfig(enabled=False))
+        self.config = NodeConfig(run_dir=str(self.run_dir), kvstore=KVStoreConfig(enabled=store))
         self.config.save()
         self.board = Board.create(self.config.node)
         self.supervisor = bind_router(endpoint(self.run_dir, SUPERVISOR_SOCKET), LIMIT)
@@ -58,6 +63,10 @@ class Bench:
         self.link: Link | None = None
         self.link_word = 0
         self.worker = HashWorker(1, 40, 8, 4096)
+        self.arenas = {
+            field: Arena.create(arena_name(self.config.node, field, 1), 4096, "test")
+            for field in ("block_arena", "snapshot_arena")
+        }
         self.gateway = 1
         self.frozen = False
         self._pipes = (os.pipe(), os.pipe())
@@ -90,7 +99,8 @@ class Bench:
                 self.link.close()
             self.link_word = seat.link
             self.link = Link.attach(self.config.node, 0, seat.link, seat)
-            self.link.send_result(self.worker.hello())
+            named = {field: arena.name for field, arena in self.arenas.items()}
+            self.link.send_result(msgspec.structs.replace(self.worker.hello(), **named))
         plan: StepPlan | None = None
         if self.link is not None and not self.frozen:
             plan = self.link.next_plan()
@@ -131,13 +141,15 @@ class Bench:
         self.bus.close()
         self.supervisor.close()
         self.board.close()
+        for arena in self.arenas.values():
+            arena.close()
         for name in names(self.config.node):
             Path("/dev/shm", name).unlink()
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path)
+def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(tmp_path, store=getattr(request, "param", False))
     yield made
     made.close()
 
@@ -231,8 +243,43 @@ def test_idle_costs_next_to_nothing_and_a_stop_leaves_nothing(bench: Bench) -> N
     assert _cpu_s(bench.process.pid) - before <= 0.06
     bench.process.send_signal(signal.SIGTERM)
     assert bench.process.wait(DEADLINE_S) == 0
-    assert [name for name in names(bench.config.node) if "board" not in name] == []
+    ours = [name for name in names(bench.config.node) if "link" in name or "queue" in name]
+    assert ours == []
     assert not bench.of(Done)
+
+
+@pytest.mark.parametrize("bench", [True], indirect=True)
+def test_prompts_go_to_the_store_and_its_death_ends_the_wait(bench: Bench) -> None:
+    """A store that dies with puts unanswered costs nothing: the next one gets the next prompt's at once."""
+    generation = bench.arenas["block_arena"].bump(0)
+    bench.publish(1)
+    bench.until(bench.accepting)
+    where = endpoint(bench.run_dir, KVSTORE_SOCKET)
+    decoder = Decoder[KVRequest](KVRequest)
+    for number in range(1, 6):
+        store = bind_router(where, LIMIT)
+        puts: list[tuple[bytes, Put]] = []
+
+        def take(store: Socket = store, puts: list[tuple[bytes, Put]] = puts) -> bool:
+            for peer, frame in receive_from(store, 100):
+                message = decoder.decode(frame)
+                assert isinstance(message, Put)
+                puts.append((peer, message))
+            return len(puts) == 3
+
+        def connected(store: Socket = store) -> bool:
+            return send_to(store, b"scheduler-0#1", encode(PutDone(0, False, False)))
+
+        bench.until(connected)
+        bench.send(submit(number, [number] * 257, max_tokens=1))
+        bench.until(take)
+        assert [put.kind for _, put in puts] == ["block", "block", "state"]
+        assert [put.handle.generation for _, put in puts] == [generation, generation, 0]
+        if number % 2:
+            for peer, put in puts:
+                assert send_to(store, peer, encode(PutDone(put.call, True, False)))
+        bench.until(finished(bench, number))
+        store.close()
 
 
 def _cpu_s(pid: int) -> float:
