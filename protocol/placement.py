@@ -81,15 +81,16 @@ def after_loss(placement: Placement, lost_seat: int) -> Placement:
     gone = placement.seats.index(lost_seat)
     seats = _without(placement.seats, gone)
     _check_room(placement.num_experts, len(seats), placement.slots_per_rank)
+    repaired = {
+        layer: _repaired(_without(layer, gone), placement.num_experts)
+        for layer in set(placement.physical_to_logical)
+    }
     return Placement(
         placement.version + 1,
         placement.num_experts,
         placement.slots_per_rank,
         seats,
-        tuple(
-            _repaired(_without(layer, gone), placement.num_experts)
-            for layer in placement.physical_to_logical
-        ),
+        tuple(repaired[layer] for layer in placement.physical_to_logical),
     )
 
 
@@ -105,19 +106,20 @@ def after_join(placement: Placement, seat: int) -> Placement:
         raise PlacementError(f"seat {seat} is already one of {placement.seats}")
     seats = tuple(sorted((*placement.seats, seat)))
     index = seats.index(seat)
-    layers = []
-    for layer in placement.physical_to_logical:
+    # Layers are all alike until loads differ: work out each kind once, everybody waits for this.
+    joined: dict[LayerSlots, LayerSlots] = {}
+    for layer in set(placement.physical_to_logical):
         held = [[e for e in slots if e != EMPTY] for slots in layer]
         held.insert(index, [])
         _deal_copies(held, placement.num_experts, placement.slots_per_rank, (index,))
         newcomer = _padded(held[index], placement.slots_per_rank)
-        layers.append((*layer[:index], newcomer, *layer[index:]))
+        joined[layer] = (*layer[:index], newcomer, *layer[index:])
     return Placement(
         placement.version + 1,
         placement.num_experts,
         placement.slots_per_rank,
         seats,
-        tuple(layers),
+        tuple(joined[layer] for layer in placement.physical_to_logical),
     )
 
 
