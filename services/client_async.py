@@ -9,8 +9,6 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import zmq
-
 from phalanx.protocol.link import receive, send
 from phalanx.protocol.messages import (
     Abort,

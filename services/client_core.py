@@ -310,6 +310,10 @@ class ClientCore:
         """Timers. Call it before sending what is `outgoing`, and no later than `next_ns`."""
         if now_ns < self._scan_at_ns:
             return
+        if self._heard_ns is not None and now_ns - self._scan_at_ns > PING_NS:
+            self._heard_ns = (
+                now_ns  # nobody listened for a while: that is not the gateway's silence
+            )
         self._scan_at_ns = now_ns + SCAN_NS
         for flow in list(self._open.values()):
             if flow.deadline_ns is not None and now_ns >= flow.deadline_ns:
@@ -322,8 +326,6 @@ class ClientCore:
                 question.repeat_at_ns = now_ns + PING_NS
                 self._send(question.message)
         if not self._open:
-            if not self._questions:
-                self._heard_ns = None
             return
         if now_ns >= self._ping_at_ns:
             self._ping_at_ns = now_ns + PING_NS
@@ -346,7 +348,8 @@ class ClientCore:
         self._expect_life(now_ns)
 
     def _expect_life(self, now_ns: int) -> None:
-        if self._heard_ns is None:
+        """From now on the gateway's silence counts, if it did not already."""
+        if len(self._open) + len(self._questions) <= 1 or self._heard_ns is None:
             self._heard_ns = now_ns
 
     def _call(self, flow: Flow) -> int:
