@@ -5,18 +5,14 @@ Pure: events and the time go in, actions come out. `main.py` is the shell that c
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
-    BUSY_SILENCE_MS,
     HANG_MS,
     KILL_GRACE_MS,
-    START_DEADLINE_MS,
-    STARVED_MS_MAX,
     STOP_ACK_MS,
     TERM_GRACE_MS,
 )
@@ -46,6 +42,7 @@ from phalanx.supervisor.events import (
 )
 from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
 from phalanx.supervisor.patience import Patience
+from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.restart import RestartPolicy
 
@@ -54,48 +51,12 @@ _MS = 1_000_000
 _INSPECT_AFTER_MS = HANG_MS // 3
 
 
-class Stage(Enum):
-    """Where one process stands. Only STARTING, READY and DYING have a live incarnation."""
-
-    WAITING = auto()  # to be spawned when due
-    STARTING = auto()
-    READY = auto()
-    DYING = auto()  # its death pipe closed or it was sent SIGKILL; not reaped yet
-    DOWN = auto()  # ended, not to be started again
-
-
 class NodeStage(Enum):
     RUNNING = auto()
     DRAINING = auto()  # the gateway finishes what runs; everything else works and is supervised
     TERMINATING = auto()  # SIGTERM was sent to all
     KILLING = auto()  # SIGKILL was sent to all
     FINISHED = auto()
-
-
-@dataclass(slots=True)
-class Process:
-    spec: ProcessSpec
-    policy: RestartPolicy
-    life: Patience = field(default_factory=lambda: Patience(0))
-    stage: Stage = Stage.WAITING
-    incarnation: int = 0
-    pid: int = 0
-    due_ns: int = 0  # WAITING: when to spawn
-    phase: ProcessPhase = ProcessPhase.NONE
-    beat_ns: int = 0
-    progress: int = 0
-    progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
-    detail: str = ""  # what it does, or why it is not there
-    step: tuple[str, int] = ("", 0)  # of its start: name and since when
-    leaving: bool = False  # was told to end: its end is no failure
-
-    @property
-    def alive(self) -> bool:
-        return self.stage in (Stage.STARTING, Stage.READY)
-
-    @property
-    def exists(self) -> bool:
-        return self.alive or self.stage is Stage.DYING
 
 
 class SupervisorCore:
@@ -176,7 +137,8 @@ class SupervisorCore:
             case Reaped():
                 return self._reaped(process, event, now_ns)
             case Observed():
-                return self._observed(process, event, now_ns)
+                process.observed(event, now_ns)
+                return []
             case Inspected():
                 return self._inspected(process, event)
             case _:
@@ -319,23 +281,6 @@ class SupervisorCore:
 
     # ------------------------------------------------------------ hang detection
 
-    def _observed(self, process: Process, event: Observed, now_ns: int) -> list[Action]:
-        if not process.alive:
-            return []
-        advanced = event.progress != process.progress
-        process.beat_ns, process.progress, process.phase = (
-            event.beat_ns,
-            event.progress,
-            event.phase,
-        )
-        life_ns = max(process.life.since_ns, now_ns if advanced else min(event.beat_ns, now_ns))
-        if life_ns > process.life.since_ns:
-            process.life = Patience(life_ns)
-        idle = process.stage is Stage.READY and event.phase is not ProcessPhase.BUSY
-        if advanced or idle:
-            process.progress_ns = now_ns
-        return []
-
     def _inspected(self, process: Process, event: Inspected) -> list[Action]:
         process.life.inspected(event.state, event.waited_ns)
         if process.spec.kind == "worker" and process.spec.seat in self.group.waiting:
@@ -347,29 +292,12 @@ class SupervisorCore:
         for process in self.processes.values():
             if not process.alive:
                 continue
-            why = self._hung(process, now_ns)
+            why = process.hung(now_ns)
             if why:
                 actions += self._lose(process, why, process.life.since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
                 actions.append(Inspect(process.spec.name, process.incarnation))
         return actions
-
-    def _hung(self, process: Process, now_ns: int) -> str:
-        limit_ms = START_DEADLINE_MS if process.stage is Stage.STARTING else HANG_MS
-        if process.spec.kind != "worker" and process.life.state == "R":
-            # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
-            limit_ms = max(limit_ms, BUSY_SILENCE_MS)
-        if process.life.exhausted(now_ns, limit_ms, STARVED_MS_MAX):
-            silent_ms = process.life.silent_ms(now_ns)
-            return (
-                f"hung: no sign of life for {silent_ms:.0f} ms, state {process.life.state or '?'}"
-            )
-        still_ms = (now_ns - process.progress_ns) / _MS
-        if process.stage is Stage.STARTING and still_ms > START_DEADLINE_MS:
-            return f"stuck: not ready, and no progress for {still_ms:.0f} ms"
-        if process.stage is Stage.READY and still_ms > BUSY_SILENCE_MS:
-            return f"stuck: busy without progress for {still_ms:.0f} ms"
-        return ""
 
     def _worth_a_look(self, process: Process, now_ns: int) -> bool:
         if process.life.silent_ms(now_ns) > _INSPECT_AFTER_MS:

@@ -16,8 +16,9 @@ from phalanx.protocol.limits import (
 )
 from phalanx.protocol.placement import Placement, copies
 from phalanx.protocol.topology import Topology
-from phalanx.supervisor.core import NodeStage, Stage
+from phalanx.supervisor.core import NodeStage
 from phalanx.supervisor.events import Action, Finished, Kill, Publish, SetEpoch, Spawn
+from phalanx.supervisor.process import Stage
 
 if TYPE_CHECKING:
     from sim.host import Child, Host

@@ -21,7 +21,7 @@ from phalanx.protocol.limits import (
 )
 from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
 from phalanx.protocol.topology import Topology
-from phalanx.supervisor.core import NodeStage, Stage, SupervisorCore, describe_end
+from phalanx.supervisor.core import NodeStage, SupervisorCore, describe_end
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
@@ -44,6 +44,7 @@ from phalanx.supervisor.events import (
     Tell,
 )
 from phalanx.supervisor.placements import GroupPlacements
+from phalanx.supervisor.process import Stage
 from phalanx.supervisor.processes import process_table
 from phalanx.supervisor.status import status
 

@@ -7,11 +7,12 @@ import msgspec
 import pytest
 
 from phalanx.protocol.errors import ExitCode
-from phalanx.supervisor.core import Process, SupervisorCore
+from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import AcksSeen, Action, BecameReady, Event, Reaped
 from phalanx.supervisor.group import Group, GroupPhase
 from phalanx.supervisor.patience import Patience
 from phalanx.supervisor.placements import GroupPlacements
+from phalanx.supervisor.process import Process
 from phalanx.supervisor.restart import RestartPolicy
 from sim.host import Host
 from sim.host_checks import Violated

@@ -1,0 +1,78 @@
+"""One process of the node as the core sees it: where it stands, and whether it hangs. Pure."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.limits import BUSY_SILENCE_MS, HANG_MS, START_DEADLINE_MS, STARVED_MS_MAX
+from phalanx.supervisor.events import Observed
+from phalanx.supervisor.patience import Patience
+from phalanx.supervisor.processes import ProcessSpec
+from phalanx.supervisor.restart import RestartPolicy
+
+_MS = 1_000_000
+
+
+class Stage(Enum):
+    """Where one process stands. Only STARTING, READY and DYING have a live incarnation."""
+
+    WAITING = auto()  # to be spawned when due
+    STARTING = auto()
+    READY = auto()
+    DYING = auto()  # its death pipe closed or it was sent SIGKILL; not reaped yet
+    DOWN = auto()  # ended, not to be started again
+
+
+@dataclass(slots=True)
+class Process:
+    spec: ProcessSpec
+    policy: RestartPolicy
+    life: Patience = field(default_factory=lambda: Patience(0))
+    stage: Stage = Stage.WAITING
+    incarnation: int = 0
+    pid: int = 0
+    due_ns: int = 0  # WAITING: when to spawn
+    phase: ProcessPhase = ProcessPhase.NONE
+    beat_ns: int = 0
+    progress: int = 0
+    progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
+    detail: str = ""  # what it does, or why it is not there
+    step: tuple[str, int] = ("", 0)  # of its start: name and since when
+    leaving: bool = False  # was told to end: its end is no failure
+
+    @property
+    def alive(self) -> bool:
+        return self.stage in (Stage.STARTING, Stage.READY)
+
+    @property
+    def exists(self) -> bool:
+        return self.alive or self.stage is Stage.DYING
+
+    def observed(self, event: Observed, now_ns: int) -> None:
+        """Take note of the heartbeat row."""
+        if not self.alive:
+            return
+        advanced = event.progress != self.progress
+        self.beat_ns, self.progress, self.phase = event.beat_ns, event.progress, event.phase
+        life_ns = max(self.life.since_ns, now_ns if advanced else min(event.beat_ns, now_ns))
+        if life_ns > self.life.since_ns:
+            self.life = Patience(life_ns)
+        idle = self.stage is Stage.READY and event.phase is not ProcessPhase.BUSY
+        if advanced or idle:
+            self.progress_ns = now_ns
+
+    def hung(self, now_ns: int) -> str:
+        """Why the process counts as hung; empty when it does not."""
+        limit_ms = START_DEADLINE_MS if self.stage is Stage.STARTING else HANG_MS
+        if self.spec.kind != "worker" and self.life.state == "R":
+            # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
+            limit_ms = max(limit_ms, BUSY_SILENCE_MS)
+        if self.life.exhausted(now_ns, limit_ms, STARVED_MS_MAX):
+            silent_ms = self.life.silent_ms(now_ns)
+            return f"hung: no sign of life for {silent_ms:.0f} ms, state {self.life.state or '?'}"
+        still_ms = (now_ns - self.progress_ns) / _MS
+        if self.stage is Stage.STARTING and still_ms > START_DEADLINE_MS:
+            return f"stuck: not ready, and no progress for {still_ms:.0f} ms"
+        if self.stage is Stage.READY and still_ms > BUSY_SILENCE_MS:
+            return f"stuck: busy without progress for {still_ms:.0f} ms"
+        return ""
