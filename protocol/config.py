@@ -115,11 +115,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if wrong:
             raise ConfigError("configuration: " + "; ".join(wrong))
 
-    def save(self) -> None:
-        path = self.run_path / CONFIG_FILE
+    def save(self, name: str = CONFIG_FILE) -> Path:
+        """Write it to the run directory, whole or not at all. Returns the path."""
+        path = self.run_path / name
         scratch = path.with_suffix(".tmp")
         scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
-        scratch.replace(path)
+        return scratch.replace(path)
 
 
 def load_config(run_dir: Path) -> NodeConfig:

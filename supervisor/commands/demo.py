@@ -33,7 +33,6 @@ def demo(model: str, ranks: int, max_tokens: int) -> None:
     """Start a node, stream from several prompts at once, print tokens per second, stop it."""
     with tempfile.TemporaryDirectory(prefix="phdemo") as folder:
         config = build_config(NodeConfig(), Path(folder), {"model": model, "ranks": ranks})
-        config.save()
         console.print(f"starting {ranks} ranks of {model}")
         status = start_detached(config, quiet=False)
         console.print(f"ready in {status.ready_s:.1f} s: {len(status.processes)} processes")

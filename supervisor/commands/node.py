@@ -1,6 +1,7 @@
 """`phalanx up`, `down`, `status`, `epochs`: the life of a node."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -25,8 +26,9 @@ from phalanx.supervisor.commands.common import (
     print_json,
     run_dir_option,
 )
+from phalanx.supervisor.lock import FAILED_FILE
 
-FAILURE_FILE = "failed.json"  # written by a supervisor that gives up: {"code", "reason"}
+_SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
 
 
@@ -63,7 +65,6 @@ def up(
         raise PhalanxError(
             f"a node already runs in {config.run_path}: use another --run-dir, or phalanx down"
         )
-    config.save()
     if detach:
         status = start_detached(config, quiet=as_json)
         report = {
@@ -111,16 +112,25 @@ def start_detached(config: NodeConfig, quiet: bool = True) -> StatusReply:
 
     Raises PhalanxError with the reason when it gives up instead.
     """
-    failure = config.run_path / FAILURE_FILE
+    failure = config.run_path / FAILED_FILE
     failure.unlink(missing_ok=True)
+    # Not yet as the node's own: until the supervisor holds the lock, another node may live there.
+    wanted = config.save(f"config.{os.getpid()}.json")
     with (config.run_path / LOG_DIR / "supervisor.out").open("ab") as output:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx.supervisor", "--run-dir", config.run_dir],
+            [*_SUPERVISOR, "--run-dir", config.run_dir, "--config", str(wanted)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
+    try:
+        return _await_ready(config, child, quiet)
+    finally:
+        wanted.unlink(missing_ok=True)
+
+
+def _await_ready(config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bool) -> StatusReply:
     started = time.monotonic()
     with errors.status("starting", spinner="dots") if not quiet else _Nothing() as spinner:
         while time.monotonic() - started < START_DEADLINE_MS / 1000:
@@ -156,7 +166,7 @@ def _status(run_dir: Path) -> StatusReply | None:
 
 def _failure(run_dir: Path, returncode: int) -> PhalanxError:
     try:
-        reason = json.loads((run_dir / FAILURE_FILE).read_text())["reason"]
+        reason = json.loads((run_dir / FAILED_FILE).read_text())["reason"]
     except (OSError, ValueError, KeyError):
         reason = f"it ended with {returncode}; see {run_dir / LOG_DIR / 'supervisor.out'}"
     error = PhalanxError(f"the node did not start: {reason}")
