@@ -17,7 +17,8 @@ from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.messages import Sampling, Submit
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
-from phalanx.scheduler_svc.core import Actions, Membership, Scheduler
+from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.events import Actions, Membership
 
 RUNNING = (1, 16, 64, 256)
 STEPS, WARM_UP = 1500, 200

@@ -9,12 +9,9 @@ legal in every state. If a step in flight may still write its blocks and slot, t
 that step's result.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
@@ -42,6 +39,16 @@ from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.admission import admit
 from phalanx.scheduler_svc.commit import Commit, commit
 from phalanx.scheduler_svc.decode import take_decoders
+from phalanx.scheduler_svc.events import (
+    Actions,
+    GatewayChanged,
+    Membership,
+    StoreArenas,
+    StoreLost,
+    WorkerLost,
+)
+from phalanx.scheduler_svc.finals import Finals
+from phalanx.scheduler_svc.load import LoadReport
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight, make_plan
 from phalanx.scheduler_svc.prefill import take_chunks
@@ -50,47 +57,6 @@ from phalanx.scheduler_svc.state import Key, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
 FLIGHTS_MAX = 1  # plans under way at once
-FINISHED_MAX = 16_384  # ended sequences kept for the gateway; beyond, the oldest is forgotten
-FINISHED_TTL_NS = 120 * 10**9  # and each for this long: a gateway that asks later runs it again
-FINAL_REPEAT_NS = 10**9  # a final that the gateway has not acknowledged is said again this often
-REPEATS_PER_TURN = 64
-ENDED_MAX = 16_384  # ended and acknowledged ones remembered, so that a late Submit starts nothing
-LOAD_PERIOD_NS = 50 * 10**6  # SeatLoad at most this often, but for a change of `accepting`
-LOAD_REPEAT_NS = 10**9  # and at least this often: one that was lost must not idle the seat
-
-
-class Membership(msgspec.Struct, frozen=True):
-    """What the topology says of this seat."""
-
-    epoch: int
-    member: bool
-
-
-class WorkerLost(msgspec.Struct, frozen=True):
-    """The worker of this seat died, hung or was replaced: its memory is gone."""
-
-
-class GatewayChanged(msgspec.Struct, frozen=True):
-    """Another gateway took over: it knows nothing of this seat."""
-
-
-class StoreArenas(msgspec.Struct, frozen=True):
-    """Generations of region 0 of the worker's block arena and snapshot arena; follows its hello."""
-
-    blocks: int
-    snapshots: int
-
-
-class StoreLost(msgspec.Struct, frozen=True):
-    """The KV store is gone: it reads nothing any more."""
-
-
-@dataclass(slots=True)
-class Actions:
-    """What the shell is to do, each list in its order."""
-
-    plans: list[StepPlan] = field(default_factory=list)
-    gateway: list[BusToGateway] = field(default_factory=list)
 
 
 class Scheduler:
@@ -117,17 +83,13 @@ class Scheduler:
         self._store_call = 1
         self._membership = Membership(0, False)
         self._fences: list[tuple[int, Sequence]] = []  # (plan, ended sequence that it still writes)
-        self._finished: OrderedDict[Key, Sequence] = OrderedDict()
-        self._repeats: deque[tuple[int, Sequence]] = deque()  # (due_ns, ended sequence)
-        self._ended: OrderedDict[Key, int] = OrderedDict()  # attempt
+        self._finals = Finals()
         self._serial = 0
         self._plan_seq = 0
         self._tokens_seq = 0
         self._items: list[TokensItem] = []
         self._out: list[BusToGateway] = []
-        self._load: SeatLoad | None = None  # as the gateway heard it last
-        self._newest_load = self._current_load()
-        self._load_ns = 0
+        self._load = LoadReport()
         self._header = columns.header[0]
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
@@ -171,9 +133,10 @@ class Scheduler:
                 actions.plans.append(plan)
         self._repeat_finals(now_ns)
         self._flush_items()
-        self._newest_load = self._current_load()
-        self._report_load(self._newest_load, now_ns)
-        self._write_header(self._newest_load)
+        load = self._current_load()
+        self._write_header(load)
+        if self._load.update(load, now_ns):
+            self._say(load)
         self.table.end()
         actions.gateway, self._out = self._out, []
         return actions
@@ -200,10 +163,9 @@ class Scheduler:
         """How long nothing is due, unless an event comes."""
         if self.store is not None and self.store.busy:
             return 0.0
-        period = LOAD_REPEAT_NS if self._load == self._newest_load else LOAD_PERIOD_NS
-        due_ns = self._load_ns + period
-        if self._repeats:
-            due_ns = min(due_ns, self._repeats[0][0])
+        due_ns = self._load.due_ns
+        if (final_ns := self._finals.next_due_ns) is not None:
+            due_ns = min(due_ns, final_ns)
         return max(0.0, (due_ns - now_ns) / 1e6)
 
     # ------------------------------------------------------------ the gateway
@@ -214,7 +176,7 @@ class Scheduler:
         if known is not None and known.attempt == submit.attempt:
             self._say(Submitted(submit.call, self.seat, self.incarnation))
             return
-        newest = max(known.attempt if known else -1, self._ended.get(key, -1))
+        newest = max(known.attempt if known else -1, self._finals.last_attempt(key))
         if submit.attempt <= newest:
             text = f"attempt {submit.attempt} is over, attempt {newest} was here since"
             self._say(Refusal(submit.call, Code.UNKNOWN_REQUEST, text))
@@ -250,7 +212,7 @@ class Scheduler:
             # Overtook its Submit: whatever was here is older, and what may still come has ended.
             if known is not None:
                 self._forget(known)
-            self._remember_end(key, abort.attempt)
+            self._finals.remember(key, abort.attempt)
         self._say(Done(abort.call))
 
     def _resend(self, resend: Resend, now_ns: int) -> None:
@@ -272,7 +234,7 @@ class Scheduler:
         self._say(SequenceList(asked.call, self.seat, self.incarnation, infos))
 
     def _gateway_changed(self, changed: GatewayChanged, now_ns: int) -> None:
-        self._load = None
+        self._load.forget()
 
     def _say(self, message: BusToGateway) -> None:
         self._out.append(message)
@@ -376,11 +338,9 @@ class Scheduler:
         assert sequence.finish is None
         sequence.finish, sequence.code, sequence.error = reason, code, error
         self._release(sequence)
-        self._finished[sequence.key] = sequence
-        sequence.finished_ns = now_ns
-        self._repeats.append((now_ns + FINAL_REPEAT_NS, sequence))
-        while len(self._finished) > FINISHED_MAX:
-            self._forget(next(iter(self._finished.values())))
+        oldest = self._finals.keep(sequence, now_ns)
+        if oldest is not None:
+            self._forget(oldest)
 
     def _release(self, sequence: Sequence) -> None:
         """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
@@ -398,27 +358,14 @@ class Scheduler:
         if sequence.finish is None:
             sequence.finish = "abort"
             self._release(sequence)
-        self._finished.pop(sequence.key, None)
-        self._remember_end(sequence.key, sequence.attempt)
+        self._finals.drop(sequence)
         del self.sequences[sequence.key]
 
-    def _remember_end(self, key: Key, attempt: int) -> None:
-        self._ended[key] = max(attempt, self._ended.pop(key, -1))
-        if len(self._ended) > ENDED_MAX:
-            self._ended.popitem(last=False)
-
     def _repeat_finals(self, now_ns: int) -> None:
-        for _ in range(REPEATS_PER_TURN):
-            if not self._repeats or self._repeats[0][0] > now_ns:
-                return
-            _, sequence = self._repeats.popleft()
-            if self.sequences.get(sequence.key) is not sequence:
-                continue
-            if now_ns - sequence.finished_ns > FINISHED_TTL_NS:
-                self._forget(sequence)
-                continue
-            self._items.append(sequence.item(len(sequence.outputs)))
-            self._repeats.append((now_ns + FINAL_REPEAT_NS, sequence))
+        again, over = self._finals.due(now_ns)
+        self._items += [sequence.item(len(sequence.outputs)) for sequence in again]
+        for sequence in over:
+            self._forget(sequence)
 
     # ------------------------------------------------------------ the KV store
 
@@ -453,44 +400,9 @@ class Scheduler:
             self.worker.worker_incarnation if self.worker is not None else 0,
         )
 
-    def _report_load(self, load: SeatLoad, now_ns: int) -> None:
-        last = self._load
-        if (
-            last is None
-            or load.accepting != last.accepting
-            or load.worker_incarnation != last.worker_incarnation
-        ):
-            due = True
-        else:
-            period = LOAD_REPEAT_NS if load == last else LOAD_PERIOD_NS
-            due = now_ns - self._load_ns >= period
-        if due:
-            self._load, self._load_ns = load, now_ns
-            self._say(load)
-
     def _write_header(self, load: SeatLoad) -> None:
         header = self._header
         header["epoch"] = self._membership.epoch
         header["waiting"], header["running"] = load.waiting, load.running
         header["free_blocks"], header["total_blocks"] = load.free_blocks, load.total_blocks
         header["free_slots"], header["total_slots"] = load.free_slots, load.total_slots
-
-    def check(self) -> None:
-        """Every invariant of the core; raises AssertionError. For tests: it looks at everything."""
-        rank = self.rank
-        fenced = [sequence for _, sequence in self._fences]
-        holding = rank.prefilling + rank.decoding + fenced
-        kept = self.store.holders() if self.store is not None else []
-        rank.pool.check([s.blocks for s in holding] + kept)
-        slots = [s.slot for s in holding] + rank.free_slots
-        assert sorted(slots) == list(range(rank.total_slots)), "a slot is lost or owned twice"
-        rows = rank.waiting + holding
-        assert len(set(rows)) == len(rows), "a sequence is in two queues"
-        assert set(rows) == set(self.table.by_row.values()), "a row without a queue"
-        assert len(rows) + self.table.free == self.table.columns.rows, "a row is lost"
-        assert all(not s.blocks and s.slot < 0 and s.finish is None for s in rank.waiting)
-        assert all(s.finish is not None for s in fenced)
-        live = {s for s in self.sequences.values() if s.finish is None}
-        assert live == set(rows).difference(fenced), "a live sequence is in no queue"
-        counted = rank.t.blocks[[s.row for s in holding]].tolist()
-        assert counted == [len(s.blocks) for s in holding], "the table counts other blocks"

@@ -27,10 +27,10 @@ from phalanx.protocol.rundir import BUS_SOCKET, KVSTORE_SOCKET, endpoint
 from phalanx.protocol.service import Service, Socket
 from phalanx.protocol.steps import WorkerHello
 from phalanx.protocol.topology import Seat
-from phalanx.scheduler_svc.core import (
+from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.events import (
     GatewayChanged,
     Membership,
-    Scheduler,
     StoreArenas,
     StoreLost,
     WorkerLost,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import Refusal, Sampling, Submit, Submitted
 from phalanx.protocol.steps import WorkerHello
-from phalanx.scheduler_svc.core import Membership, WorkerLost
+from phalanx.scheduler_svc.events import Membership, WorkerLost
 from sim.hash_worker import MAX_MODEL_LEN, VOCAB
 from sim.scheduler_story import Story, request_id
 

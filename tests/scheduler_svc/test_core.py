@@ -15,14 +15,9 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.steps import StepResult
-from phalanx.scheduler_svc import core as core_module
-from phalanx.scheduler_svc.core import (
-    FINAL_REPEAT_NS,
-    FINISHED_TTL_NS,
-    GatewayChanged,
-    Membership,
-    WorkerLost,
-)
+from phalanx.scheduler_svc import finals
+from phalanx.scheduler_svc.events import GatewayChanged, Membership, WorkerLost
+from phalanx.scheduler_svc.finals import KEPT_TTL_NS, REPEAT_NS
 from sim.hash_worker import HashWorker
 from sim.scheduler_story import MS, Story, request_id, result_of
 
@@ -102,10 +97,10 @@ def test_a_final_is_repeated_until_it_is_seen() -> None:
     story.submit(0)
     story.run()
     count = len(story.items(0))
-    story.later(FINAL_REPEAT_NS // MS - 2)
+    story.later(REPEAT_NS // MS - 2)
     assert len(story.items(0)) == count
     for again in (1, 2):
-        story.later(FINAL_REPEAT_NS // MS)
+        story.later(REPEAT_NS // MS)
         assert len(story.items(0)) == count + again
         last = story.items(0)[-1]
         assert (last.offset, last.token_ids, last.finish_reason) == (20, (), "length")
@@ -128,7 +123,7 @@ def test_unseen_finals_are_bounded_in_time() -> None:
     story = Story()
     story.submit(0)
     story.run()
-    story.later(FINISHED_TTL_NS // MS - 10_000)
+    story.later(KEPT_TTL_NS // MS - 10_000)
     assert len(story.core.sequences) == 1
     story.later(20_000)
     story.later(20_000)
@@ -136,7 +131,7 @@ def test_unseen_finals_are_bounded_in_time() -> None:
 
 
 def test_unseen_finals_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core_module, "FINISHED_MAX", 3)
+    monkeypatch.setattr(finals, "KEPT_MAX", 3)
     story = Story()
     for number in range(6):
         story.submit(number, max_tokens=1)

@@ -5,7 +5,7 @@ import pytest
 from phalanx.protocol.kvkeys import block_keys, state_key
 from phalanx.protocol.messages import Put, PutDone
 from phalanx.scheduler_svc import offload
-from phalanx.scheduler_svc.core import StoreLost, WorkerLost
+from phalanx.scheduler_svc.events import StoreLost, WorkerLost
 from sim.scheduler_story import MS, Story
 
 

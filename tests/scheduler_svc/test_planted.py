@@ -15,6 +15,7 @@ from phalanx.scheduler_svc import decode as decode_module
 from phalanx.scheduler_svc import plan as plan_module
 from phalanx.scheduler_svc.blocks import BlockPool
 from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.rank import Chunk, Rank
 from phalanx.scheduler_svc.state import Sequence
@@ -107,7 +108,7 @@ def abort_says_nothing(patch: Patch) -> None:
         before = len(self._items)
         abort(self, message, now_ns)
         del self._items[before:]
-        self._repeats.clear()
+        self._finals._repeats.clear()
         self._out.pop()
 
     patch.setattr(Scheduler, "_abort", mute)
@@ -204,7 +205,7 @@ def same_submit_starts_again(patch: Patch) -> None:
         known = self.sequences.get((message.request_id, message.index))
         if known is not None and known.attempt == message.attempt:
             self._forget(known)
-            self._ended.clear()
+            self._finals._ended.clear()
         submit(self, message, now_ns)
 
     patch.setattr(Scheduler, "_submit", naive)
@@ -212,7 +213,7 @@ def same_submit_starts_again(patch: Patch) -> None:
 
 def late_submit_revives(patch: Patch) -> None:
     """Nothing remembers that a sequence has ended and was acknowledged."""
-    patch.setattr(Scheduler, "_remember_end", lambda self, key, attempt: None)
+    patch.setattr(Finals, "remember", lambda self, key, attempt: None)
 
 
 def old_attempt_stays(patch: Patch) -> None:

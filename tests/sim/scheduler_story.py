@@ -19,8 +19,10 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult
-from phalanx.scheduler_svc.core import Membership, Scheduler, StoreArenas
+from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.events import Membership, StoreArenas
 from sim.hash_worker import HashWorker, fault_free
+from sim.scheduler_checks import check
 
 T = TypeVar("T")
 MS = 1_000_000
@@ -65,7 +67,7 @@ class Story:
 
     def _decide(self) -> None:
         actions = self.core.step(self.now_ns)
-        self.core.check()
+        check(self.core)
         self.heard += actions.gateway
         self.puts += self.core.store_step(self.now_ns)
         for plan in actions.plans:

@@ -29,16 +29,17 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult
-from phalanx.scheduler_svc.core import (
+from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.events import (
     GatewayChanged,
     Membership,
-    Scheduler,
     StoreArenas,
     StoreLost,
     WorkerLost,
 )
 from phalanx.scheduler_svc.state import Sequence
 from sim.hash_worker import MAX_MODEL_LEN, VOCAB, WINDOW, HashWorker, entries
+from sim.scheduler_checks import check
 from sim.scheduler_gateway import ModelGateway, Request
 
 MS = 1_000_000
@@ -162,7 +163,7 @@ class RankUnderTest:
         """Let the core decide, carry it out, and look at what it did."""
         world, core = self.world, self.core
         actions = core.step(world.now_ns)
-        core.check()
+        check(core)
         for message in actions.gateway:
             if isinstance(message, Tokens):
                 self._watch(message)

@@ -1,0 +1,42 @@
+"""What the shell tells the core besides the messages of gateway, worker and KV store; what comes back."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx.protocol.messages import BusToGateway
+from phalanx.protocol.steps import StepPlan
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """What the topology says of this seat."""
+
+    epoch: int
+    member: bool
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """The worker of this seat died, hung or was replaced: its memory is gone."""
+
+
+class GatewayChanged(msgspec.Struct, frozen=True):
+    """Another gateway took over: it knows nothing of this seat."""
+
+
+class StoreArenas(msgspec.Struct, frozen=True):
+    """Generations of region 0 of the worker's block arena and snapshot arena; follows its hello."""
+
+    blocks: int
+    snapshots: int
+
+
+class StoreLost(msgspec.Struct, frozen=True):
+    """The KV store is gone: it reads nothing any more."""
+
+
+@dataclass(slots=True)
+class Actions:
+    """What the shell is to do, each list in its order."""
+
+    plans: list[StepPlan] = field(default_factory=list)
+    gateway: list[BusToGateway] = field(default_factory=list)

@@ -1,0 +1,24 @@
+"""Everything that must hold in a scheduler core after every event."""
+
+from phalanx.scheduler_svc.core import Scheduler
+
+
+def check(core: Scheduler) -> None:
+    """Every invariant of the core; raises AssertionError. For tests: it looks at everything."""
+    rank = core.rank
+    fenced = [sequence for _, sequence in core._fences]
+    holding = rank.prefilling + rank.decoding + fenced
+    kept = core.store.holders() if core.store is not None else []
+    rank.pool.check([s.blocks for s in holding] + kept)
+    slots = [s.slot for s in holding] + rank.free_slots
+    assert sorted(slots) == list(range(rank.total_slots)), "a slot is lost or owned twice"
+    rows = rank.waiting + holding
+    assert len(set(rows)) == len(rows), "a sequence is in two queues"
+    assert set(rows) == set(core.table.by_row.values()), "a row without a queue"
+    assert len(rows) + core.table.free == core.table.columns.rows, "a row is lost"
+    assert all(not s.blocks and s.slot < 0 and s.finish is None for s in rank.waiting)
+    assert all(s.finish is not None for s in fenced)
+    live = {s for s in core.sequences.values() if s.finish is None}
+    assert live == set(rows).difference(fenced), "a live sequence is in no queue"
+    counted = rank.t.blocks[[s.row for s in holding]].tolist()
+    assert counted == [len(s.blocks) for s in holding], "the table counts other blocks"
