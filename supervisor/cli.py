@@ -17,6 +17,7 @@ _COMMANDS = {
     "generate": "generate",
     "demo": "demo",
     "queues": "look",
+    "requests": "look",
     "logs": "look",
     "kv": "look",
     "eplb": "look",

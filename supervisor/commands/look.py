@@ -11,7 +11,7 @@ from rich.table import Table
 
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import load_config
-from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.errors import ExitCode, PhalanxError
 from phalanx.protocol.link import connect_dealer
 from phalanx.protocol.messages import (
     EplbReply,
@@ -25,7 +25,14 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.rundir import EPLB_SOCKET, KVSTORE_SOCKET, LOG_DIR, endpoint
 from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
-from phalanx.supervisor.commands.common import console, json_option, print_json, run_dir_option
+from phalanx.supervisor.commands.common import (
+    console,
+    errors,
+    finish,
+    json_option,
+    print_json,
+    run_dir_option,
+)
 
 R = TypeVar("R")
 _REQUEST_COLUMNS = (
@@ -76,6 +83,28 @@ def queues(run_dir: Path | None, as_json: bool) -> None:
     for request in found["requests"]:
         table.add_row(*(str(request[column]) for column in _REQUEST_COLUMNS))
     console.print(table)
+
+
+@click.command()
+@click.argument("request_id")
+@run_dir_option
+@json_option
+def requests(request_id: str, run_dir: Path | None, as_json: bool) -> None:
+    """What each sequence of one request is at (the id, or the start of it); exit 4 when none is known."""
+    from phalanx.protocol.queues import read_queues
+
+    found = read_queues(load_config(_running(run_dir)).node)["requests"]
+    mine = [request for request in found if request["request_id"].startswith(request_id)]
+    if as_json:
+        print_json({"requests": mine})
+    for request in [] if as_json else mine:
+        table = Table(show_header=False, title=f"{request['request_id']} / {request['index']}")
+        for name, value in request.items():
+            table.add_row(name.replace("_", " "), str(value))
+        console.print(table)
+    if not mine:
+        errors.print(f"no rank holds a request {request_id!r}: it has ended, or never was here")
+        finish(ExitCode.UNHEALTHY)
 
 
 @click.command()
