@@ -31,6 +31,8 @@ class SequenceRows:
     blocks: Sequence[int]  # block ids, from the sequence's first block
     logits: bool | Sequence[int] = False  # True: the last row; or offsets of rows within the part
     copy_key: int = 0  # chooses among copies of an expert, together with the position
+    prompt_len: int = 0  # tokens of the prompt
+    window_from: int = 0  # windows start no earlier than this position
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class StepBatch:
         block_table: int64 [S, max_blocks], padded with the null block.
         logit_rows: int64 [L], rows whose logits are wanted.
         copy_keys: int64 [S].
+        prompt_lens: int64 [S], prompt tokens of each sequence; needed only where prompts are truncated.
+        window_from: int64 [S]: windows of rows from this position on start no earlier than it. None:
+            0. Anything else leaves exactness: for rows whose past was not computed.
     """
 
     slot_ids: Int
@@ -54,6 +59,8 @@ class StepBatch:
     block_table: Int
     logit_rows: Int
     copy_keys: Int
+    prompt_lens: Int | None = None
+    window_from: Int | None = None
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows]) -> "StepBatch":
@@ -79,6 +86,8 @@ class StepBatch:
             block_table=table,
             logit_rows=np.array(logit_rows, np.int64),
             copy_keys=np.array([s.copy_key for s in sequences], np.int64),
+            prompt_lens=np.array([s.prompt_len for s in sequences], np.int64),
+            window_from=np.array([s.window_from for s in sequences], np.int64),
         )
 
     @property
@@ -197,6 +206,11 @@ def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows
     tokens[:num_rows] = batch.token_ids
     before = config.sliding_window - 1
     window, empty = _window(seqs, within, positions, num_rows, num_seqs, before)
+    if batch.window_from is not None and batch.window_from.any():
+        first = batch.window_from[seqs, None]
+        empty |= (positions[:, None] >= first) & (
+            positions[:, None] + np.arange(-before, 1) < first
+        )
     ring = (batch.starts[:, None] - before + np.arange(before)) % ring_size
     ratios = {config.ratio(layer) for layer in config.kv_source_layer_ids}
     return StepRows(

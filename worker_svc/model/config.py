@@ -192,6 +192,11 @@ class ModelConfig:
     def is_index_owner(self, layer: int) -> bool:
         return layer in self.index_source_layer_ids
 
+    @property
+    def decoder_start(self) -> int:
+        """First layer of the decoder half, whose layers all read the last KV owner's entries."""
+        return self.kv_source_layer_ids[-1]
+
     def uses_candidates(self, layer: int) -> bool:
         """Whether the index owner `layer` chooses only among the candidate source's blocks."""
         return self.is_index_owner(layer) and layer > self.candidate_source_layer_id

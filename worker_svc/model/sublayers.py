@@ -32,7 +32,7 @@ def run_layer(
     """
     config = context.config
     mixed = _mix(config, weights.attention_mix, h)
-    x = rms_norm(collapse(h, pre), weights.attention.norm, config.rms_norm_eps)
+    x = attention_input(config, weights, h, pre)
     context.note("attn_in", layer, x)
     y = attend(context, weights.attention, layer, x)
     context.note("attn_out", layer, y)
@@ -47,6 +47,11 @@ def run_layer(
     context.note("h_out", layer, h)
     context.note("pre_mix_out", layer, mixed.pre)
     return h, mixed.pre
+
+
+def attention_input(config: ModelConfig, weights: LayerWeights, h: Tensor, pre: Tensor) -> Tensor:
+    """What the attention reads of the stream [P, n, D]: bf16 values [P, D]."""
+    return rms_norm(collapse(h, pre), weights.attention.norm, config.rms_norm_eps)
 
 
 def _mix(config: ModelConfig, weights: MixWeights, h: Tensor) -> Mix:
