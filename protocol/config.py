@@ -24,6 +24,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0  # KV blocks of 128 tokens, null block included; 0: sized from kv_bytes
     kv_bytes: int = 64 << 20  # memory for KV blocks and state slots of one rank
     threads: int = 1  # torch threads; part of the numerics fingerprint
+    # Other than `off`, a prompt's early tokens skip the later layers: less work, other tokens.
+    yoco_truncation: Literal["off", "mask", "compact"] = "off"  # `mask` is for comparison
+    yoco_keep_tokens: int = 140  # last tokens of each prompt that do not; at least window + 6
 
 
 class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +104,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ),
             ("worker.kv_bytes", w.kv_bytes, w.kv_bytes >= 1 << 20, "at least 1 MiB"),
             ("worker.threads", w.threads, 1 <= w.threads <= 256, "1 to 256"),
+            ("worker.yoco_keep_tokens", w.yoco_keep_tokens, w.yoco_keep_tokens >= 1, ">= 1"),
             ("gateway.max_open_requests", g.max_open_requests, g.max_open_requests >= 1, ">= 1"),
             ("gateway.journal_ttl_s", g.journal_ttl_s, g.journal_ttl_s >= 1, ">= 1"),
             ("gateway.default_max_tokens", g.default_max_tokens, g.default_max_tokens >= 1, ">= 1"),

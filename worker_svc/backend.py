@@ -26,6 +26,7 @@ from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
 from phalanx.worker_svc.model.invariance import check_invariance
 from phalanx.worker_svc.model.shards import CheckpointError
 from phalanx.worker_svc.model.tensors import num_experts
+from phalanx.worker_svc.model.truncation import Truncation
 
 
 class ModelBackend:
@@ -36,11 +37,16 @@ class ModelBackend:
         torch.set_num_threads(config.worker.threads)
         torch.set_grad_enabled(False)
         self._service, self._seat = service, service.seat
+        worker = config.worker
+        self._truncation = Truncation(worker.yoco_truncation, worker.yoco_keep_tokens)
         service.progress("check numerics")
         check_invariance()
         service.progress("hash weights")
         self.fingerprint = numerics_fingerprint(
-            config.model_path, config.device, config.worker.threads
+            config.model_path,
+            config.device,
+            config.worker.threads,
+            self._truncation,
         )
         try:
             self._weights = self._load()
@@ -72,6 +78,7 @@ class ModelBackend:
         """
         service, config = self._service, self._service.config
         model = ModelConfig.load(config.model_path)
+        self._truncation.check(model)
         topology = service.board.topology()
         placement = initial_placement(
             model.num_hidden_layers,

@@ -11,12 +11,16 @@ from pathlib import Path
 
 import torch
 
+from phalanx.worker_svc.model.truncation import OFF, Truncation
+
 _WHOLE_BYTES = 1 << 30  # shards are hashed whole up to this sum
 _SAMPLE_BYTES = 1 << 16  # of each tenth of a larger shard, besides its header
 
 
-def numerics_fingerprint(model_dir: Path, device: str, threads: int) -> str:
-    """Hash of weights, engine and library versions, device, instruction set and threads.
+def numerics_fingerprint(
+    model_dir: Path, device: str, threads: int, truncation: Truncation = OFF
+) -> str:
+    """Hash of weights, engine and library versions, device, instruction set, threads, truncation.
 
     Checkpoints above 1 GiB are not read whole: their headers, sizes and samples of every shard are.
     """
@@ -28,6 +32,7 @@ def numerics_fingerprint(model_dir: Path, device: str, threads: int) -> str:
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": threads,
         "numerics": "exact",
+        "truncation": truncation.label,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
