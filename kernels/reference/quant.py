@@ -31,6 +31,10 @@ _LARGEST: Final = 2.0**127  # keeps an infinite maximum from turning the scale i
 _E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1: Final = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES))
 _E2M1_PAIRS: Final = torch.stack((_E2M1.repeat(16), _E2M1.repeat_interleave(16)), dim=1)
+_E4M3: Final = torch.arange(256, dtype=torch.uint8).view(E4M3).to(torch.float32)
+_TABLE_FROM: Final = 2048  # codes from which a table is faster than torch's conversion
+_DEQUANT_ROWS: Final = 2 * GROUP  # rows of a weight at a time: what is between stays in the cache
+
 # Halfway points where the even neighbour is the lower code (strict: the tie stays below) or the upper.
 _TIES_DOWN: Final = (0.25, 1.25, 2.5, 5.0)
 _TIES_UP: Final = (0.75, 1.75, 3.5)
@@ -51,6 +55,14 @@ def ue8m0_encode(scale: Tensor) -> Tensor:
 def ue8m0_decode(code: Tensor) -> Tensor:
     """ue8m0 bytes (uint8 or float8_e8m0fnu) -> float32, same shape. Byte 255 is NaN."""
     return code.view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+def e4m3_decode(codes: Tensor) -> Tensor:
+    """float8_e4m3fn -> float32, same shape."""
+    if codes.numel() < _TABLE_FROM or codes.device.type != "cpu":
+        return codes.to(torch.float32)
+    index = codes.contiguous().view(torch.uint8).to(torch.int32).flatten()
+    return _E4M3.index_select(0, index).view(codes.shape)
 
 
 def _grouped(x: Tensor, group: int) -> Tensor:
@@ -90,14 +102,14 @@ def q8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def q8_dequant(codes: Tensor, scales: Tensor) -> Tensor:
     """float8_e4m3fn [..., K] and ue8m0 uint8 [..., K/32] -> float32 [..., K]."""
-    groups = _grouped(codes, GROUP)
-    return (groups * ue8m0_decode(scales).unsqueeze(-1)).flatten(-2)
+    groups = _grouped(e4m3_decode(codes), GROUP)
+    return groups.mul_(ue8m0_decode(scales).unsqueeze(-1)).flatten(-2)
 
 
 def q8_roundtrip(x: Tensor) -> Tensor:
     """What is left of x after Q8: bf16 or float32 [..., K] -> float32 [..., K]."""
     codes, scale = _q8_groups(x)
-    return (codes.to(torch.float32) * scale).flatten(-2)
+    return e4m3_decode(codes).mul_(scale).flatten(-2)
 
 
 # --- e2m1 ---------------------------------------------------------------------------------------
@@ -157,7 +169,7 @@ def qf4_idx(x: Tensor) -> tuple[Tensor, Tensor]:
 def qf4_idx_dequant(packed: Tensor, scales: Tensor) -> Tensor:
     """Packed uint8 [..., K/2] and ue8m0 uint8 [..., K/32] -> float32 [..., K]."""
     groups = _grouped(unpack_e2m1(packed), GROUP)
-    return (groups * ue8m0_decode(scales).unsqueeze(-1)).flatten(-2)
+    return groups.mul_(ue8m0_decode(scales).unsqueeze(-1)).flatten(-2)
 
 
 def qf4_idx_roundtrip(x: Tensor) -> Tensor:
@@ -185,7 +197,7 @@ def qf4_kv(x: Tensor) -> tuple[Tensor, Tensor]:
 def qf4_kv_dequant(packed: Tensor, scales: Tensor) -> Tensor:
     """Packed uint8 [..., K/2] and e4m3 bytes uint8 [..., K/16] -> float32 [..., K]."""
     groups = _grouped(unpack_e2m1(packed), KV_GROUP)
-    return (groups * scales.view(E4M3).to(torch.float32).unsqueeze(-1)).flatten(-2)
+    return groups.mul_(e4m3_decode(scales.view(E4M3)).unsqueeze(-1)).flatten(-2)
 
 
 def qf4_kv_roundtrip(x: Tensor) -> Tensor:
@@ -249,20 +261,34 @@ def decode_index_key(record: Tensor) -> Tensor:
 
 
 def _block_scale(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """ue8m0 [ceil(rows/32), ceil(columns/32)] -> float32 [rows, columns]."""
-    wide = ue8m0_decode(scale).repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+    """ue8m0, at least [ceil(rows/32), ceil(columns/32)] -> float32 [rows, columns]."""
+    needed = ue8m0_decode(scale[: -(-rows // GROUP)])
+    wide = needed.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
     return wide[:rows, :columns]
 
 
 def dequant_fp8_block(weight: Tensor, scale: Tensor) -> Tensor:
     """FP8 weight e4m3 [o, i] with ue8m0 [ceil(o/32), ceil(i/32)] -> float32 [o, i], exact."""
     rows, columns = weight.shape
-    return weight.view(E4M3).to(torch.float32) * _block_scale(scale, rows, columns)
+    out = torch.empty((rows, columns), device=weight.device)
+    for start in range(0, rows, _DEQUANT_ROWS):
+        part = slice(start, start + _DEQUANT_ROWS)
+        codes = weight[part].view(E4M3)
+        scales = _block_scale(scale[start // GROUP :], *codes.shape)
+        torch.mul(e4m3_decode(codes), scales, out=out[part])
+    return out
 
 
 def dequant_fp4(weight: Tensor, scale: Tensor) -> Tensor:
     """FP4 weight int8 [o, i/2] with ue8m0 [o, i/32] -> float32 [o, i], exact."""
-    return qf4_idx_dequant(weight, scale.view(torch.uint8))
+    rows, half = weight.shape
+    out = torch.empty((rows, 2 * half), device=weight.device)
+    for start in range(0, rows, _DEQUANT_ROWS):
+        part = slice(start, start + _DEQUANT_ROWS)
+        groups = unpack_e2m1(weight[part]).view(-1, 2 * half // GROUP, GROUP)
+        scales = ue8m0_decode(scale[part]).unsqueeze(-1)
+        torch.mul(groups, scales, out=out[part].view(groups.shape))
+    return out
 
 
 def dequant_engram_rows(rows: Tensor, scale: Tensor) -> Tensor:

@@ -5,11 +5,14 @@ float32, the result is rounded to bf16.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.reference.rows import lanewise, round_bf16
+
+_FIRST_POSITIONS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,22 @@ def rope_table(freqs: Tensor, num_positions: int) -> RopeTable:
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), freqs)
     cos, sin = lanewise(torch.cos, angles), lanewise(torch.sin, angles)
     return RopeTable(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), dim=-1).flatten(-2))
+
+
+class GrowingRope:
+    """A table that reaches as far as it was asked for: all of a million positions take 0.5 GB."""
+
+    def __init__(self, freqs: Tensor) -> None:
+        self._freqs = freqs
+        self._table = rope_table(freqs, _FIRST_POSITIONS)
+
+    def at(self, positions: Tensor) -> RopeTable:
+        """The rows of these positions (int64 [R])."""
+        have = self._table.cos.shape[0]
+        needed = int(positions.max()) + 1 if len(positions) else 0
+        if needed > have:
+            self._table = rope_table(self._freqs, max(needed, 2 * have))
+        return self._table.at(positions)
 
 
 def rotate(x: Tensor, table: RopeTable) -> Tensor:

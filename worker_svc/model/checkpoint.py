@@ -25,6 +25,11 @@ _DTYPES: Final = {
 }
 # Counted in totals and never loaded here: experts have slots, tables are read by row.
 _NOT_LOADED: Final = ("expert", "engram_table", "vision")
+# Multiplied as bf16 pieces or read by row: used as they lie in the file.
+_IN_PLACE: Final = ("embedding", "head")
+# A larger expert stays packed in the page cache and is unpacked at each use: as float32 it would take
+# seven times the memory. Small ones multiply as they are.
+PACKED_ABOVE_BYTES: Final = 8 << 20
 
 Progress = Callable[[int, int], None]  # bytes read, bytes to read
 ExpertSlots = Sequence[Sequence[int]]  # [layers + draft stages][slots] -> expert
@@ -44,8 +49,10 @@ class Weights:
         self.token_map = torch.from_numpy(_token_map(checkpoint))  # int64 [vocab]
         self._checkpoint = checkpoint
         self._plain: dict[str, Tensor] = {}
+        self._linears: dict[str, Tensor | None] = {}  # None: handed over by `take`
         self._slots: list[list[int]] = []
-        self._experts: list[Expert] = []  # per layer, stacked along slots
+        self._experts: list[Expert] = []  # per layer, stacked along slots; empty if packed
+        self.packs_experts = packs_experts(self.config)
 
     def __getitem__(self, name: str) -> Tensor:
         """A plain tensor (bf16 or float32), or a quantized linear as float32 [out, in].
@@ -53,14 +60,26 @@ class Weights:
         Raises:
             KeyError: no such tensor was loaded.
         """
-        return self._plain[name]
+        if name in self._plain:
+            return self._plain[name]
+        linear = self._linears[name]
+        return dequant_fp8_block(*self.packed(name)) if linear is None else linear
+
+    def take(self, name: str) -> Tensor:
+        """A tensor as float32 memory of the caller's own, which is not kept here as well."""
+        if name in self._plain:
+            # Copied even if it is float32: a mapped tensor's alignment would depend on the file.
+            return self._plain[name].to(torch.float32, copy=True).contiguous()
+        linear = self[name]
+        self._linears[name] = None
+        return linear
 
     def __contains__(self, name: str) -> bool:
-        return name in self._plain
+        return name in self._plain or name in self._linears
 
     def names(self) -> list[str]:
-        """What `[]` gives, in the order of the checkpoint's table."""
-        return list(self._plain)
+        """What `[]` gives."""
+        return [*self._plain, *self._linears]
 
     def is_quantized(self, name: str) -> bool:
         """Whether the linear's input must go through Q8 first (stored as FP8 or FP4)."""
@@ -77,15 +96,31 @@ class Weights:
 
     def expert(self, layer: int, slot: int) -> Expert:
         """The matrices of a slot, float32: w1 [inter, dim], w3 [inter, dim], w2 [dim, inter]."""
-        w1, w3, w2 = self._experts[layer]
-        return w1[slot], w3[slot], w2[slot]
+        w1, w3, w2 = (self.expert_matrices(layer, part, slice(slot, slot + 1)) for part in range(3))
+        return w1[0], w3[0], w2[0]
+
+    def expert_matrices(self, layer: int, part: int, slots: slice) -> Tensor:
+        """w1, w3 or w2 (part 0, 1 or 2) of neighbouring slots: float32 [slots, out, in]."""
+        if not self.packs_experts:
+            return self._experts[layer][part][slots]
+        names = [
+            expert_names(self.config, layer, expert)[part] for expert in self._slots[layer][slots]
+        ]
+        matrices = [dequant_fp4(*self.packed(name)) for name in names]
+        return torch.stack(matrices) if len(matrices) > 1 else matrices[0].unsqueeze(0)
 
     def expert_stack(self, layer: int) -> Expert:
         """The matrices of all slots of the layer: [slots, out, in] each."""
-        return self._experts[layer]
+        w1, w3, w2 = (self.expert_matrices(layer, part, slice(None)) for part in range(3))
+        return w1, w3, w2
 
-    def load_expert(self, layer: int, expert: int) -> Expert:
-        """Read one expert from the checkpoint, without putting it anywhere. Safe in any thread."""
+    def load_expert(self, layer: int, expert: int) -> Expert | None:
+        """Read one expert from the checkpoint, without putting it anywhere. Safe in any thread.
+
+        None where experts stay packed: there is nothing to hold.
+        """
+        if self.packs_experts:
+            return None
         w1, w3, w2 = expert_names(self.config, layer, expert)
         return (
             dequant_fp4(*self.packed(w1)),
@@ -93,10 +128,11 @@ class Weights:
             dequant_fp4(*self.packed(w2)),
         )
 
-    def put_expert(self, layer: int, slot: int, expert: int, matrices: Expert) -> None:
+    def put_expert(self, layer: int, slot: int, expert: int, matrices: Expert | None) -> None:
         """Overwrite a slot. The caller sees to it that no step reads the slot meanwhile."""
-        for stack, matrix in zip(self._experts[layer], matrices, strict=True):
-            stack[slot].copy_(matrix)
+        if matrices is not None:
+            for stack, matrix in zip(self._experts[layer], matrices, strict=True):
+                stack[slot].copy_(matrix)
         self._slots[layer][slot] = expert
 
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
@@ -119,15 +155,16 @@ class Weights:
         if spec.dtype in ("BF16", "F32"):
             self._plain[stem] = self._mapped(name)
         elif self.dequantize and spec.dtype == "F8_E4M3":
-            self._plain[stem] = dequant_fp8_block(*self.packed(stem))
+            self._linears[stem] = dequant_fp8_block(*self.packed(stem))
         return spec.num_bytes
 
     def _load_experts(self, layer: int, experts: Sequence[int]) -> int:
         c, slots = self.config, len(experts)
-        up = (slots, c.moe_intermediate_size, c.hidden_size)
-        down = (slots, c.hidden_size, c.moe_intermediate_size)
-        self._experts.append((torch.empty(up), torch.empty(up), torch.empty(down)))
         self._slots.append(list(experts))
+        if not self.packs_experts:
+            up = (slots, c.moe_intermediate_size, c.hidden_size)
+            down = (slots, c.hidden_size, c.moe_intermediate_size)
+            self._experts.append((torch.empty(up), torch.empty(up), torch.empty(down)))
         for slot, expert in enumerate(experts):
             self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
         return slots * _expert_bytes(c)
@@ -175,18 +212,22 @@ def load_checkpoint(
     return weights
 
 
+def packs_experts(config: ModelConfig) -> bool:
+    """Whether the model's experts stay packed in memory."""
+    return 4 * _expert_values(config) > PACKED_ABOVE_BYTES
+
+
 def needed_bytes(checkpoint: Checkpoint, expert_slots: ExpertSlots, *, dequantize: bool) -> int:
-    """Memory that loading takes beyond the page cache: the float32 forms."""
+    """Memory that a loaded model takes beyond the page cache: its float32 forms."""
     if not dequantize:
         return 0
-    linears = sum(
-        spec.num_params
-        for spec in checkpoint.specs.values()
-        if spec.dtype == "F8_E4M3" and spec.part not in _NOT_LOADED
-    )
+    specs = checkpoint.specs.values()
+    skipped = _NOT_LOADED + _IN_PLACE
+    held = sum(spec.num_params for spec in specs if spec.part not in skipped)
     config = checkpoint.config
-    expert = 3 * config.hidden_size * config.moe_intermediate_size
-    return 4 * (linears + expert * sum(len(layer) for layer in expert_slots))
+    if not packs_experts(config):
+        held += _expert_values(config) * sum(len(layer) for layer in expert_slots)
+    return 4 * held
 
 
 def _all_experts(config: ModelConfig) -> ExpertSlots:
@@ -194,8 +235,12 @@ def _all_experts(config: ModelConfig) -> ExpertSlots:
     return [range(num_experts(config, layer)) for layer in range(layers)]
 
 
+def _expert_values(config: ModelConfig) -> int:
+    return 3 * config.hidden_size * config.moe_intermediate_size
+
+
 def _expert_bytes(config: ModelConfig) -> int:
-    values = 3 * config.hidden_size * config.moe_intermediate_size
+    values = _expert_values(config)
     return values // 2 + values // 32
 
 
@@ -218,9 +263,12 @@ def _check_memory(
     have = available_bytes() if limit is None else limit
     if need > have:
         most = max(len(layer) for layer in slots)
+        packed = packs_experts(checkpoint.config)
+        experts = "beside its experts" if packed else f"with {most} experts a layer"
+        advice = "use a smaller model" if packed else "use more ranks, or a smaller model"
         raise CheckpointError(
-            f"{checkpoint.directory} needs {shown_bytes(need)} of memory as float32 with {most} "
-            f"experts a layer; {shown_bytes(have)} are available: use more ranks, or a smaller model"
+            f"{checkpoint.directory} needs {shown_bytes(need)} of memory as float32 {experts}; "
+            f"{shown_bytes(have)} are available: {advice}"
         )
 
 

@@ -16,12 +16,13 @@ from torch import Tensor
 from phalanx.kernels.reference.attention import sink_attention
 from phalanx.kernels.reference.hyper import collapse
 from phalanx.kernels.reference.quant import decode_window, encode_window, q8_roundtrip
-from phalanx.kernels.reference.rope import RopeTable, rotate
+from phalanx.kernels.reference.rope import GrowingRope, RopeTable, rotate
 from phalanx.kernels.reference.rows import matmul_rows, pad_rows, rms_norm, round_bf16
 from phalanx.worker_svc.model.attention import linear, output, project
 from phalanx.worker_svc.model.caches import CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
-from phalanx.worker_svc.model.layers import AttentionWeights, layer_weights, owned
+from phalanx.worker_svc.model.head import OutputHead
+from phalanx.worker_svc.model.layers import AttentionWeights, layer_weights
 from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.step import LayerContext, Observer
 from phalanx.worker_svc.model.sublayers import run_layer
@@ -77,7 +78,12 @@ class Drafter:
     """The draft stages of one rank."""
 
     def __init__(
-        self, weights: Weights, pools: CachePools, rope: RopeTable, experts: Experts
+        self,
+        weights: Weights,
+        pools: CachePools,
+        rope: GrowingRope,
+        experts: Experts,
+        head: OutputHead,
     ) -> None:
         config = weights.config
         depth, last = config.num_hidden_layers, config.draft_stages - 1
@@ -87,13 +93,13 @@ class Drafter:
         self._experts = experts
         self._stages = [layer_weights(weights, depth + s) for s in range(config.draft_stages)]
         self._embedding = weights["embed"]
-        self._head = owned(weights, "head")
-        self._main_proj = owned(weights, "mtp.0.main_proj")
-        self._main_norm = owned(weights, "mtp.0.main_norm")
-        self._norm = owned(weights, f"mtp.{last}.norm")
+        self._head = head
+        self._main_proj = weights.take("mtp.0.main_proj")
+        self._main_norm = weights.take("mtp.0.main_norm")
+        self._norm = weights.take(f"mtp.{last}.norm")
         self._markov_embed = weights[f"mtp.{last}.markov_head.embed"]
-        self._markov_head = owned(weights, f"mtp.{last}.markov_head.head")
-        self._confidence = owned(weights, f"mtp.{last}.confidence_head.proj")
+        self._markov_head = weights.take(f"mtp.{last}.markov_head.head")
+        self._confidence = weights.take(f"mtp.{last}.confidence_head.proj")
 
     def context_records(self, taps: Tensor, rope: RopeTable) -> dict[int, Tensor]:
         """What the stages will see of these rows: window records uint8 [P, record] by ring.
@@ -141,7 +147,7 @@ class Drafter:
             layer = self.config.num_hidden_layers + stage
             h, pre = run_layer(context, _attend, weights, self._experts, layer, h, pre)
         hidden = collapse(h, pre)[: num_seqs * block]
-        base = matmul_rows(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head)
+        base = self._head(rms_norm(hidden, self._norm, self.config.rms_norm_eps))
         base, hidden = base.view(num_seqs, block, -1), hidden.view(num_seqs, block, -1)
         return self._correct(base, hidden, ids[:, 0], choose, context.expert_picks)
 

@@ -74,7 +74,7 @@ def layer_weights(weights: Weights, layer: int) -> LayerWeights:
     copies = config.hc_mult
 
     def get(name: str) -> Tensor:
-        return owned(weights, f"{at}.{name}")
+        return weights.take(f"{at}.{name}")
 
     def mix(part: str) -> MixWeights:
         fn, scale, base = (get(f"hc_{part}_{name}") for name in ("fn", "scale", "base"))
@@ -93,17 +93,12 @@ def layer_weights(weights: Weights, layer: int) -> LayerWeights:
     return LayerWeights(mix("attn"), _attention(weights, layer), mix("ffn"), moe, engram)
 
 
-def owned(weights: Weights, name: str) -> Tensor:
-    """A float32 copy of our own: a mapped tensor's alignment would depend on the file."""
-    return weights[name].to(torch.float32, copy=True).contiguous()
-
-
 def _attention(weights: Weights, layer: int) -> AttentionWeights:
     config = weights.config
     at = layer_prefix(config, layer)
 
     def get(name: str) -> Tensor:
-        return owned(weights, f"{at}.{name}")
+        return weights.take(f"{at}.{name}")
 
     compressor, index_keys, indexer = None, None, None
     if config.is_kv_owner(layer):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.reference.hyper import collapse, mean_copies
-from phalanx.kernels.reference.rope import RopeTable, frequencies, rope_table, stretch
-from phalanx.kernels.reference.rows import matmul_rows, rms_norm
+from phalanx.kernels.reference.rope import GrowingRope, frequencies, stretch
+from phalanx.kernels.reference.rows import rms_norm
 from phalanx.worker_svc.model.attention import attention
 from phalanx.worker_svc.model.batch import StepBatch, step_rows
 from phalanx.worker_svc.model.caches import CachePools
@@ -16,7 +16,8 @@ from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.draft import Drafter
 from phalanx.worker_svc.model.engram import Engram
-from phalanx.worker_svc.model.layers import layer_weights, owned
+from phalanx.worker_svc.model.head import OutputHead
+from phalanx.worker_svc.model.layers import layer_weights
 from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.step import Observer, Ropes, Step
 from phalanx.worker_svc.model.sublayers import run_layer
@@ -66,19 +67,16 @@ class Model:
         self.config = config
         self.pools = pools
         self.experts = experts
-        self.embedding = owned(weights, "embed")
-        self.head = owned(weights, "head")
-        self.final_norm = owned(weights, "norm")
+        self.embedding = weights["embed"]
+        self.head = OutputHead(weights["head"])
+        self.final_norm = weights.take("norm")
         self.layers = [layer_weights(weights, i) for i in range(config.num_hidden_layers)]
         self.engram = Engram(weights)
-        # A draft block may reach past the last token that a sequence can have.
         self._max_len = pools.history.shape[1]
-        self._plain_rope, self._yarn_rope = rope_tables(
-            config, self._max_len + config.dspark_block_size
-        )
+        self._plain_rope, self._yarn_rope = rope_tables(config)
         self.drafter: Drafter | None = None
         if draft_experts is not None and config.draft_stages > 0:
-            self.drafter = Drafter(weights, pools, self._plain_rope, draft_experts)
+            self.drafter = Drafter(weights, pools, self._plain_rope, draft_experts, self.head)
 
     def begin(self, batch: StepBatch, observer: Observer | None = None) -> Step:
         """Check a batch, note its tokens in the history, and set up the step.
@@ -135,7 +133,7 @@ class Model:
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Equal copies of the embeddings [P, n, D], and the first layer's weights [P, n]."""
-        h = self.embedding[token_ids].unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        h = self.embedding[token_ids].float().unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         pre = torch.zeros(h.shape[:2])
         pre[:, 0] = 1
         return h, pre
@@ -143,15 +141,14 @@ class Model:
     def logits(self, collapsed: Tensor) -> Tensor:
         """[L, D] -> float32 [L, vocab]."""
         normed = rms_norm(collapsed, self.final_norm, self.config.rms_norm_eps)
-        return matmul_rows(normed, self.head)
+        return self.head(normed)
 
 
-def rope_tables(config: ModelConfig, num_positions: int) -> tuple[RopeTable, RopeTable]:
+def rope_tables(config: ModelConfig) -> tuple[GrowingRope, GrowingRope]:
     """Tables of the layers without and with compressed entries (model.md C.0)."""
     dim, yarn = config.qk_rope_head_dim, config.rope_scaling
     low, high = config.yarn_range
-    plain = frequencies(dim, config.rope_theta)
     stretched = stretch(
         frequencies(dim, config.compress_rope_theta), factor=yarn.factor, low=low, high=high
     )
-    return rope_table(plain, num_positions), rope_table(stretched, num_positions)
+    return GrowingRope(frequencies(dim, config.rope_theta)), GrowingRope(stretched)

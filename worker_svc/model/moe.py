@@ -77,11 +77,12 @@ def run_expert_pairs(
     Returns:
         bf16 [P, D].
     """
-    w1, w3, w2 = (stack.transpose(1, 2) for stack in weights.expert_stack(layer))
-    dim, inter = w1.shape[1:]
+    dim, inter = weights.config.hidden_size, weights.config.moe_intermediate_size
     if len(slot_ids) == 0:
         return x_rows.new_empty((0, dim))
-    places, spans, num_tiles = _tiles(slot_ids.numpy(), w1.shape[0])
+    # Packed experts are unpacked one at a time, to bound what is unpacked at once.
+    longest = 1 if weights.packs_experts else len(slot_ids)
+    places, spans, num_tiles = _tiles(slot_ids.numpy(), len(weights.slots(layer)), longest)
     x = torch.zeros((num_tiles * TILE, dim))
     x[places] = x_rows.float()
     scale = torch.zeros(num_tiles * TILE)
@@ -90,8 +91,8 @@ def run_expert_pairs(
     gate = torch.empty((num_tiles, TILE, inter))
     up = torch.empty_like(gate)
     for slots, tiles in spans:
-        _products(x[tiles], w1[slots], gate[tiles])
-        _products(x[tiles], w3[slots], up[tiles])
+        _products(x[tiles], weights.expert_matrices(layer, 0, slots), gate[tiles])
+        _products(x[tiles], weights.expert_matrices(layer, 1, slots), up[tiles])
     a = swiglu(
         round_bf16(gate).view(-1, inter),
         round_bf16(up).view(-1, inter),
@@ -101,23 +102,23 @@ def run_expert_pairs(
     a = q8_roundtrip(a).view(num_tiles, TILE, inter)
     y = torch.empty((num_tiles, TILE, dim))
     for slots, tiles in spans:
-        _products(a[tiles], w2[slots], y[tiles])
+        _products(a[tiles], weights.expert_matrices(layer, 2, slots), y[tiles])
     return y.view(-1, dim)[places].bfloat16()
 
 
 def _products(tiles: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Tile by tile, with a weight each or one for all."""
-    torch.bmm(tiles, weights.expand(len(tiles), -1, -1), out=out)
+    """Tile by tile, with a weight [out, in] each or one for all."""
+    torch.bmm(tiles, weights.transpose(1, 2).expand(len(tiles), -1, -1), out=out)
 
 
 def _tiles(
-    slot_ids: npt.NDArray[np.int64], num_slots: int
+    slot_ids: npt.NDArray[np.int64], num_slots: int, longest: int
 ) -> tuple[Tensor, list[tuple[slice, slice]], int]:
     """Gather the pairs of each slot in tiles.
 
     Returns:
         Each pair's row in the tiled array, int64 [P]; spans of slots with their spans of tiles,
-        either one slot or neighbouring slots of one tile each; and the number of tiles.
+        either one slot or up to `longest` neighbours of one tile each; and the number of tiles.
     """
     counts = np.bincount(slot_ids, minlength=num_slots)
     tiles = -(-counts // TILE)
@@ -127,16 +128,17 @@ def _tiles(
     shift = (ends - tiles) * TILE - first_pair
     places = np.empty_like(order)
     places[order] = np.arange(len(order)) + shift[slot_ids[order]]
-    return torch.from_numpy(places), _spans(tiles.tolist()), int(ends[-1])
+    return torch.from_numpy(places), _spans(tiles.tolist(), longest), int(ends[-1])
 
 
-def _spans(tiles: list[int]) -> list[tuple[slice, slice]]:
+def _spans(tiles: list[int], longest: int) -> list[tuple[slice, slice]]:
     spans: list[tuple[slice, slice]] = []
     end = 0
     for slot, count in enumerate(tiles):
         if count == 0:
             continue
-        if count == 1 and spans and spans[-1][0].stop == slot and tiles[slot - 1] == 1:
+        beside = count == 1 and bool(spans) and spans[-1][0].stop == slot and tiles[slot - 1] == 1
+        if beside and slot - spans[-1][0].start < longest:
             slots, before = spans.pop()
             spans.append((slice(slots.start, slot + 1), slice(before.start, end + 1)))
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.rope import RopeTable
+from phalanx.kernels.reference.rope import GrowingRope, RopeTable
 from phalanx.worker_svc.model.batch import StepRows
 from phalanx.worker_svc.model.caches import CachePools
 from phalanx.worker_svc.model.config import ModelConfig
@@ -25,7 +25,7 @@ class Ropes:
 
     plain: RopeTable
     yarn: RopeTable
-    yarn_all: RopeTable
+    yarn_all: GrowingRope
 
 
 @dataclass(kw_only=True)
