@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import msgspec
 import zmq
-from sim.gateway_fakes import EOS, VOCAB, FakeScheduler, FakeTokenizer
 
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
@@ -37,6 +36,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.rundir import BUS_SOCKET, SUPERVISOR_SOCKET, endpoint, prepare
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Client
+from sim.gateway_fakes import EOS, VOCAB, FakeScheduler, FakeTokenizer
 
 STEP_S = 0.002
 

@@ -1,0 +1,678 @@
+"""The gateway's decisions as stories: events go in, and what it tells whom is compared."""
+
+from array import array
+
+import msgspec
+import pytest
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.messages import (
+    Abort,
+    AbortSequence,
+    Accepted,
+    Attach,
+    BusFromGateway,
+    BusToGateway,
+    ClientMessage,
+    ClientReply,
+    Decode,
+    Decoded,
+    DecodedItem,
+    Delta,
+    Done,
+    Encode,
+    Encoded,
+    EncodeFailed,
+    Error,
+    Final,
+    FinalSeen,
+    FinishReason,
+    Generate,
+    Health,
+    HealthReply,
+    HealthUpdate,
+    Hello,
+    ListSequences,
+    Ping,
+    Refusal,
+    Resend,
+    Sampling,
+    SeatLoad,
+    SequenceInfo,
+    SequenceList,
+    Stats,
+    StatsReply,
+    Submit,
+    Submitted,
+    TokenLogprobs,
+    Tokens,
+    TokensItem,
+    Welcome,
+)
+from phalanx.protocol.topology import Seat, Topology
+from phalanx.services.gateway.core import Core, Settings
+from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered
+from phalanx.services.gateway.model import ModelLimits
+from sim.gateway_fakes import encode_text
+
+MS = 1_000_000
+CLIENT = b"client"
+T0, T1 = b"tokenizer-0#1", b"tokenizer-1#1"
+MODEL = ModelLimits("tiny", 64, 1000, 1)
+
+
+class Desk:
+    """A core on a table: takes events, shows what came out since."""
+
+    def __init__(self, *recovered: Recovered, seats: int = 2, capacity: int = 8) -> None:
+        self.now = 0
+        draws = iter(range(1, 10**6))
+        settings = Settings(MODEL, 7, 100, 50, 600, capacity, lambda bits: next(draws))
+        self.core = Core(settings, recovered, 0)
+        self.bus: list[tuple[bytes, BusFromGateway]] = []
+        self.ops: list[Op] = []
+        self.said: list[ClientReply] = []
+        self.takes = True  # whether the client takes what it is sent
+        self.topology = Topology(2, tuple(Seat(i, 1, 1, "member") for i in range(seats)), b"", "f1")
+        self.core.on_topology(self.topology, 0)
+        for name in (T0, T1)[: 2 if seats else 0]:
+            self.says(name, Hello(name.decode()[:-2], "tokenizer", 1))
+        for seat in range(seats):
+            self.scheduler(seat)
+        self.clear()
+
+    def clear(self) -> None:
+        self.bus, self.ops, self.said = [], [], []
+
+    def scheduler(self, seat: int, incarnation: int = 1, *sequences: SequenceInfo) -> bytes:
+        peer = b"scheduler-%d#%d" % (seat, incarnation)
+        self.says(peer, Hello(f"scheduler-{seat}", "scheduler", incarnation, seat))
+        call = next(m.call for p, m in reversed(self.bus) if p == peer and hasattr(m, "call"))
+        self.says(peer, SequenceList(call, seat, incarnation, sequences))
+        self.says(peer, SeatLoad(seat, incarnation, True, total_blocks=4, worker_incarnation=1))
+        return peer
+
+    def turn(self, commit: bool = True) -> None:
+        self.core.turn(self.now)
+        while True:
+            self.bus += self.core.take_bus()
+            number, ops = self.core.take_ops()
+            self.ops += ops
+            if not (ops and commit):
+                break
+            self.core.on_journal(number, "", self.now)
+            self.core.turn(self.now)
+        self.core.deliver(self._send, self.now)
+
+    def _send(self, client: bytes, message: ClientReply) -> bool:
+        if self.takes:
+            self.said.append(message)
+        return self.takes
+
+    def asks(self, message: ClientMessage, client: bytes = CLIENT, commit: bool = True) -> None:
+        self.core.on_client(client, message, self.now)
+        self.turn(commit)
+
+    def says(self, peer: bytes, message: BusToGateway) -> None:
+        self.core.on_bus(peer, message, self.now)
+        self.turn()
+
+    def passes(self, ms: int) -> None:
+        for _ in range(0, ms, 100):
+            self.now += 100 * MS
+            self.turn()
+
+    def sent(self, kind: type) -> list[tuple[bytes, BusFromGateway]]:
+        """What went over the bus, taken off the table."""
+        found = [(peer, message) for peer, message in self.bus if isinstance(message, kind)]
+        self.bus = [pair for pair in self.bus if not isinstance(pair[1], kind)]
+        return found
+
+    def told(self) -> list[ClientReply]:
+        told, self.said = self.said, []
+        return told
+
+    # --- shortcuts ---
+
+    def start(self, sampling: Sampling | None = None, n: int = 1, **fields: object) -> str:
+        """A request of one token, running; its id."""
+        sampling = sampling or Sampling(max_tokens=9)
+        self.asks(Generate(1, prompt_token_ids=(5,), sampling=sampling, n=n, **fields))  # type: ignore[arg-type]
+        accepted = self.told()[0]
+        assert isinstance(accepted, Accepted)
+        return accepted.request_id
+
+    def submits(self) -> list[tuple[bytes, Submit]]:
+        return [(p, m) for p, m in self.sent(Submit) if isinstance(m, Submit)]
+
+    def produces(
+        self,
+        peer: bytes,
+        submit: Submit,
+        offset: int,
+        *ids: int,
+        finish: FinishReason | None = None,
+        seq: int = 1,
+        code: Code | None = None,
+        error: str = "",
+    ) -> None:
+        item = TokensItem(
+            submit.request_id, submit.index, submit.attempt, offset, ids, finish, code, error
+        )
+        name, _, incarnation = peer.partition(b"#")
+        seat = int(name.rpartition(b"-")[2])
+        self.says(peer, Tokens(seat, int(incarnation), seq, (item,)))
+
+    def decodes(self, carry: bytes = b"") -> None:
+        """Answer all open Decodes; each token's text is its number in brackets."""
+        for peer, message in self.sent(Decode):
+            assert isinstance(message, Decode)
+            items = tuple(
+                DecodedItem(i.stream, tuple(f"[{t}]" for t in i.token_ids), "", carry)
+                for i in message.items
+            )
+            self.says(peer, Decoded(message.call, items))
+
+
+def texts(told: list[ClientReply]) -> str:
+    return "".join(m.text for m in told if isinstance(m, Delta | Final))
+
+
+def test_a_request_from_arrival_to_oblivion() -> None:
+    desk = Desk()
+    desk.asks(Generate(1, prompt="hi", sampling=Sampling(max_tokens=3)), commit=False)
+    ((peer, encode),) = desk.sent(Encode)
+    assert peer == T0 and isinstance(encode, Encode) and encode.prompt == "hi"
+    desk.core.on_bus(T0, Encoded(encode.call, encode_text("hi").tobytes()), 0)
+    desk.turn(commit=False)
+    (op,) = desk.ops
+    assert isinstance(op, Accept) and op.entry.prompt == encode_text("hi").tobytes()
+    assert op.entry.fingerprint == "f1" and desk.said == [] and not desk.submits()
+    desk.core.on_journal(desk.core.take_ops()[0], "", 0)
+    desk.turn()
+    rid = op.entry.request_id
+    assert desk.told() == [Accepted(1, rid, op.entry.sampling.seed or 0, 2, 1)]
+    ((seat, submit),) = desk.submits()
+    assert (submit.sampling.max_tokens, submit.sampling.seed) == (3, op.entry.sampling.seed)
+    desk.says(seat, Submitted(submit.call, 0, 1))
+    desk.produces(seat, submit, 0, 7)
+    desk.decodes()
+    assert desk.told() == [Delta(rid, 0, 0, (7,), "[7]")]
+    desk.produces(seat, submit, 1, 8, 9, finish="length", seq=2)
+    assert desk.sent(FinalSeen) == [(seat, FinalSeen(((rid, 0, submit.attempt),)))]
+    desk.decodes()
+    delta, final = desk.told()
+    assert delta == Delta(rid, 0, 1, (8, 9), "[8][9]")
+    assert isinstance(final, Final)
+    assert (final.offset, final.finish_reason, final.usage.completion_tokens) == (3, "length", 3)
+    assert desk.ops[-1] == Finish(final)
+    desk.passes(59_000)
+    desk.asks(Attach(2, rid, (1,)))
+    accepted, delta, again = desk.told()
+    assert (delta, again) == (Delta(rid, 0, 1, (8, 9), "[8][9]"), final)
+    desk.passes(2_000)
+    assert desk.ops[-1] == Forget(rid)
+    desk.asks(Attach(3, rid))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and error.code is Code.UNKNOWN_REQUEST
+
+
+def test_a_refusal_touches_nothing() -> None:
+    desk = Desk()
+    desk.asks(Generate(9, prompt_token_ids=(64,)))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and (error.call, error.code) == (9, Code.BAD_REQUEST)
+    assert not desk.bus and not desk.ops and desk.core.idle
+    desk.asks(Generate(10, prompt="x"))
+    ((peer, encode),) = desk.sent(Encode)
+    assert isinstance(encode, Encode)
+    desk.says(peer, EncodeFailed(encode.call, Code.BAD_REQUEST, "no such character"))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and (error.call, error.message) == (10, "no such character")
+    desk.asks(Generate(11, prompt="x"))
+    ((peer, encode),) = desk.sent(Encode)
+    assert isinstance(encode, Encode)
+    desk.says(peer, Encoded(encode.call, array("i", [5, 999]).tobytes()))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and "999" in error.message
+    assert desk.core.idle
+
+
+def test_the_pool_of_the_smallest_rank_bounds_a_request() -> None:
+    desk = Desk()
+    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=2, worker_incarnation=1))
+    desk.asks(Generate(1, prompt_token_ids=(5,) * 10, sampling=Sampling(max_tokens=247)))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and "257" in error.message and "256" in error.message
+    desk.asks(Generate(2, prompt_token_ids=(5,) * 10, sampling=Sampling(max_tokens=246)))
+    assert isinstance(desk.told()[0], Accepted)
+
+
+def test_sequences_of_one_request_are_spread_with_seeds_of_their_own() -> None:
+    desk = Desk()
+    desk.start(Sampling(seed=3, max_tokens=5), n=4)
+    submits = desk.submits()
+    assert sorted(peer for peer, _ in submits) == [b"scheduler-0#1"] * 2 + [b"scheduler-1#1"] * 2
+    seeds = [submit.sampling.seed for _, submit in submits]
+    assert seeds[0] == 3 and len(set(seeds)) == 4
+
+
+def test_a_lost_submit_is_repeated_as_it_was() -> None:
+    desk = Desk()
+    desk.start()
+    ((_, first),) = desk.submits()
+    desk.passes(400)
+    assert not desk.submits()
+    desk.passes(300)
+    assert desk.submits() == [(b"scheduler-0#1", first)]
+    desk.says(b"scheduler-0#1", Submitted(first.call, 0, 1))
+    desk.passes(900)
+    assert not desk.submits()
+
+
+def test_a_full_seat_is_left_alone_and_a_hopeless_request_ends() -> None:
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.says(seat, Refusal(submit.call, Code.OVERLOADED, "full"))
+    ((other, again),) = desk.submits()
+    assert other != seat and again.attempt == submit.attempt + 1
+    desk.says(other, Refusal(again.call, Code.TOO_LARGE, "300 blocks, 200 there are"))
+    (final,) = desk.told()
+    assert isinstance(final, Final) and (final.request_id, final.finish_reason) == (rid, "error")
+    assert (final.code, final.error) == (Code.TOO_LARGE, "300 blocks, 200 there are")
+    assert desk.core.idle
+
+
+def test_gaps_are_asked_for_and_duplicates_dropped() -> None:
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 2, 12, 13, seq=2)
+    assert desk.sent(Resend) == [(seat, Resend(rid, 0, submit.attempt, 0))]
+    desk.produces(seat, submit, 0, 10, 11, 12, 13, seq=3)
+    desk.produces(seat, submit, 1, 11, seq=1)
+    desk.produces(seat, submit, 3, 13, 14, seq=4)
+    desk.decodes()
+    desk.decodes()
+    assert texts(desk.told()) == "[10][11][12][13][14]"
+
+
+def test_tokens_of_dead_places_count_for_nothing() -> None:
+    desk = Desk()
+    desk.start()
+    ((seat, old),) = desk.submits()
+    desk.produces(seat, old, 0, 10)
+    desk.scheduler(0, incarnation=2)
+    ((other, new),) = desk.submits()
+    assert other == b"scheduler-1#1" and new.outputs == array("i", [10]).tobytes()
+    assert (new.attempt, new.priority) == (old.attempt + 1, 1)
+    desk.produces(seat, old, 1, 66, seq=2)  # of the dead scheduler
+    desk.produces(other, old, 1, 67, seq=1)  # of a former attempt
+    desk.produces(other, new, 1, 11, seq=2)
+    desk.decodes()
+    desk.decodes()
+    assert texts(desk.told()) == "[10][11]"
+
+
+def test_a_lost_worker_moves_its_streams_ahead_of_arrivals() -> None:
+    desk = Desk(capacity=1)
+    for i in range(4):
+        desk.asks(Generate(i, prompt_token_ids=(i + 2,), sampling=Sampling(max_tokens=5)))
+    running = desk.submits()
+    assert [s.prompt[0] for _, s in running] == [2, 3]
+    lost = msgspec.structs.replace(desk.topology.seats[1], state="lost")
+    desk.core.on_topology(Topology(4, (desk.topology.seats[0], lost)), desk.now)
+    desk.turn()
+    assert not desk.submits()  # no seat has room: it waits, and nobody is told an error
+    desk.produces(b"scheduler-0#1", running[0][1], 0, 9, finish="length")
+    ((peer, moved),) = desk.submits()
+    assert (peer, moved.prompt[0], moved.priority) == (b"scheduler-0#1", 3, 1)
+
+
+def test_a_seat_counts_only_with_the_worker_it_says_it_has() -> None:
+    desk = Desk(seats=1)
+    desk.core.on_topology(Topology(4, (Seat(0, 2, 1, "member"),)), desk.now)
+    desk.start()
+    assert not desk.submits()  # its scheduler still speaks of the worker that is gone
+    desk.says(b"scheduler-0#1", SeatLoad(0, 1, True, worker_incarnation=2))
+    assert len(desk.submits()) == 1
+
+
+def test_the_end_is_seen_in_the_tokens_when_the_word_of_it_is_lost() -> None:
+    desk = Desk()
+    desk.start(Sampling(max_tokens=2))
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, 11)
+    desk.scheduler(0, incarnation=2)
+    assert not desk.submits()
+    desk.decodes()
+    desk.decodes()
+    told = desk.told()
+    assert isinstance(told[-1], Final) and told[-1].finish_reason == "length"
+
+
+def test_a_stop_string_ends_the_stream_at_its_token() -> None:
+    desk = Desk()
+    rid = desk.start(Sampling(max_tokens=9, stop=("2][3",)))
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 11, 12)
+    desk.decodes()
+    (delta,) = desk.told()
+    assert delta == Delta(rid, 0, 0, (11, 12), "[11][1")
+    desk.produces(seat, submit, 2, 3, 4, 5, seq=2)
+    desk.decodes()
+    delta, final = desk.told()
+    assert delta == Delta(rid, 0, 2, (3,), "")
+    assert isinstance(final, Final)
+    assert (final.offset, final.text, final.finish_reason) == (3, "", "stop")
+    ((_, abort),) = desk.sent(AbortSequence)
+    assert isinstance(abort, AbortSequence) and abort.reason == "stop"
+    desk.produces(seat, submit, 5, 6, seq=3)
+    desk.passes(600)
+    assert len(desk.sent(AbortSequence)) == 1  # repeated
+    desk.says(seat, Done(abort.call))
+    desk.passes(600)
+    assert not desk.sent(AbortSequence) and desk.told() == []
+
+
+@pytest.mark.parametrize("code", [Code.NAN_LOGITS, Code.ALL_BLOCKED])
+def test_a_sequence_that_fails_ends_alone_with_its_code(code: Code) -> None:
+    desk = Desk()
+    rid = desk.start(n=2)
+    (seat, one), (other, two) = desk.submits()
+    desk.produces(seat, one, 0, 10, finish="error", code=code, error="why")
+    desk.decodes()
+    delta, final = desk.told()
+    assert isinstance(final, Final) and (final.index, final.finish_reason) == (0, "error")
+    assert (final.code, final.error, final.offset) == (code, "why", 1)
+    desk.produces(other, two, 0, 20)
+    desk.decodes()
+    assert desk.told() == [Delta(rid, 1, 0, (20,), "[20]")]
+
+
+def test_logprobs_travel_with_their_tokens() -> None:
+    desk = Desk()
+    desk.start(Sampling(max_tokens=3, logprobs=1))
+    ((seat, submit),) = desk.submits()
+    marks = tuple(TokenLogprobs(-float(i), (i,), (-0.5,)) for i in range(3))
+    for seq, item in enumerate(
+        [
+            TokensItem(submit.request_id, 0, submit.attempt, 0, (10, 11), logprobs=marks[:2]),
+            TokensItem(submit.request_id, 0, submit.attempt, 1, (11, 12), logprobs=marks[1:]),
+        ]
+    ):
+        desk.says(seat, Tokens(0, 1, seq, (item,)))
+    desk.decodes()
+    desk.decodes()
+    told = [m for m in desk.told() if isinstance(m, Delta)]
+    assert sum((m.logprobs for m in told), ()) == marks
+
+
+@pytest.mark.parametrize("moment", ["waiting", "submitted", "running", "decoding", "held back"])
+def test_abort_in_every_state_gives_one_final_and_no_token(moment: str) -> None:
+    desk = Desk(seats=0 if moment == "waiting" else 2)
+    rid = desk.start(Sampling(max_tokens=9, stop=("]",) if moment == "held back" else ()))
+    submits = desk.submits()
+    if moment in ("running", "decoding", "held back"):
+        seat, submit = submits[0]
+        desk.produces(seat, submit, 0, 10)
+        if moment != "decoding":
+            desk.sent(Decode) if moment == "held back" else desk.decodes()
+    before = [m for m in desk.told() if isinstance(m, Delta)]
+    desk.asks(Abort(5, rid), commit=False)
+    assert desk.told() == []  # not before it is durable
+    assert any(isinstance(op, Finish) for op in desk.ops)
+    desk.core.on_journal(10**6, "", desk.now)
+    desk.turn()
+    final, done = sorted(desk.told(), key=lambda m: isinstance(m, Done))
+    assert done == Done(5) and isinstance(final, Final)
+    assert final.finish_reason == "abort"
+    assert final.offset == sum(len(m.token_ids) for m in before)
+    if submits:
+        ((_, abort),) = desk.sent(AbortSequence)
+        seat, submit = submits[0]
+        desk.produces(seat, submit, 1, 11, 12, seq=2)
+        desk.decodes()
+        desk.says(seat, Done(abort.call))  # type: ignore[union-attr]
+        assert desk.sent(FinalSeen)
+    desk.asks(Abort(6, rid))
+    assert desk.told() == [Done(6)]
+    assert desk.core.idle
+
+
+def test_without_streaming_one_delta_comes_before_each_final() -> None:
+    desk = Desk()
+    rid = desk.start(Sampling(max_tokens=3), stream=False)
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, 11)
+    desk.decodes()
+    assert desk.told() == []
+    desk.produces(seat, submit, 2, 12, finish="length", seq=2)
+    desk.decodes()
+    delta, final = desk.told()
+    assert delta == Delta(rid, 0, 0, (10, 11, 12), "[10][11][12]") and isinstance(final, Final)
+
+
+def test_one_decode_at_a_time_and_again_elsewhere_when_its_tokenizer_dies() -> None:
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10)
+    ((first, question),) = desk.sent(Decode)
+    desk.produces(seat, submit, 1, 11, seq=2)
+    assert not desk.sent(Decode)
+    desk.core.on_unroutable(first, Welcome(7), desk.now)
+    desk.turn()
+    ((second, again),) = desk.sent(Decode)
+    assert second != first and isinstance(again, Decode) and isinstance(question, Decode)
+    assert again.items[0].token_ids == (10, 11)
+    desk.says(first, Decoded(question.call, (DecodedItem(1, ("stale",), "", b""),)))
+    desk.says(second, Decoded(again.call, (DecodedItem(1, ("a", "b"), "", b""),)))
+    assert desk.told() == [Delta(rid, 0, 0, (10, 11), "ab")]
+
+
+def test_a_text_that_tokenizers_die_over_is_given_up() -> None:
+    desk = Desk()
+    desk.asks(Generate(1, prompt="poison"))
+    for life in range(2, 9):
+        for peer, message in desk.sent(Encode):
+            assert isinstance(message, Encode)
+            desk.now += 200 * MS
+            name = peer.decode().partition("#")[0]
+            desk.says(f"{name}#{life}".encode(), Hello(name, "tokenizer", life))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and error.code is Code.INTERNAL
+    assert desk.core.idle
+
+
+def test_a_long_text_leaves_a_tokenizer_to_the_streams() -> None:
+    desk = Desk()
+    for i in range(3):
+        desk.asks(Generate(i, prompt="x" * 1_000_000))
+    assert {peer for peer, _ in desk.sent(Encode)} == {T1}
+    desk.asks(Generate(9, prompt="short"))
+    assert [peer for peer, _ in desk.sent(Encode)] == [T0]
+
+
+def test_a_client_that_takes_nothing_is_cancelled_after_a_while() -> None:
+    desk = Desk()
+    rid = desk.start(Sampling(max_tokens=50))
+    ((seat, submit),) = desk.submits()
+    desk.takes = False
+    desk.produces(seat, submit, 0, 10)
+    desk.decodes()
+    desk.passes(29_000)
+    desk.produces(seat, submit, 1, 11, 12, seq=2)
+    desk.decodes()
+    assert not desk.sent(AbortSequence)
+    desk.passes(2_000)
+    _, abort = desk.sent(AbortSequence)[0]
+    assert isinstance(abort, AbortSequence) and abort.request_id == rid
+    desk.takes = True
+    desk.asks(Attach(2, rid), client=b"another")
+    told = desk.told()
+    assert isinstance(told[-1], Final)
+    assert (told[-1].finish_reason, told[-1].code) == ("abort", Code.SLOW_CLIENT)
+
+
+def test_what_a_busy_client_did_not_take_comes_in_one_piece() -> None:
+    desk = Desk()
+    rid = desk.start(Sampling(max_tokens=50))
+    ((seat, submit),) = desk.submits()
+    desk.takes = False
+    for i in range(20):
+        desk.produces(seat, submit, i, i + 2, seq=i)
+        desk.decodes()
+    desk.takes = True
+    desk.passes(200)
+    desk.decodes()
+    (delta,) = desk.told()
+    assert isinstance(delta, Delta) and delta.token_ids == tuple(range(2, 22))
+    assert delta.request_id == rid
+
+
+def test_a_repeated_generate_is_the_same_request() -> None:
+    desk = Desk()
+    ask = Generate(1, prompt_token_ids=(5,), key="k", sampling=Sampling(max_tokens=4))
+    desk.asks(ask, commit=False)
+    desk.asks(msgspec.structs.replace(ask, call=2), client=b"after reconnect")
+    desk.core.on_journal(10**6, "", desk.now)
+    desk.turn()
+    (accepted,) = desk.told()
+    assert isinstance(accepted, Accepted) and accepted.call == 2
+    assert len([op for op in desk.ops if isinstance(op, Accept)]) == 1
+    desk.asks(msgspec.structs.replace(ask, call=3))
+    (again,) = desk.told()
+    assert again == msgspec.structs.replace(accepted, call=3)
+    assert len(desk.submits()) == 1
+    desk.asks(msgspec.structs.replace(ask, call=4, n=2))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and error.code is Code.BAD_REQUEST
+
+
+def test_a_journal_that_cannot_be_written_refuses_and_recovers() -> None:
+    desk = Desk()
+    desk.asks(Generate(1, prompt_token_ids=(5,), key="k"), commit=False)
+    desk.core.on_journal(10**6, "disk full", desk.now)
+    desk.turn()
+    (error,) = desk.told()
+    assert isinstance(error, Error) and error.code is Code.OVERLOADED and error.retry_after_ms
+    assert "disk full" in error.message and desk.core.idle and not desk.submits()
+    desk.asks(Generate(2, prompt_token_ids=(5,), key="k"))
+    assert isinstance(desk.told()[0], Accepted)
+
+
+# --- a new gateway ---
+
+
+def entry(sampling: Sampling | None = None, n: int = 1, fingerprint: str = "f1") -> Entry:
+    sampling = sampling or Sampling(seed=1, max_tokens=9)
+    prompt = array("i", [5]).tobytes()
+    return Entry("r" * 32, prompt, sampling, n, True, "k", b"", "tiny", fingerprint)
+
+
+def test_a_new_gateway_adopts_what_runs_and_submits_only_the_rest() -> None:
+    desk = Desk(Recovered(entry(n=2)), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    outputs = array("i", [10, 11]).tobytes()
+    desk.scheduler(0, 1, SequenceInfo("r" * 32, 1, 33, outputs, None))
+    assert not desk.submits()  # the other scheduler may run sequence 0
+    desk.scheduler(1)
+    ((_, submit),) = desk.submits()
+    assert (submit.index, submit.outputs, submit.attempt) == (0, b"", 7 << 20)
+    assert (b"scheduler-0#1", Resend("r" * 32, 1, 33, 2)) in desk.bus
+    desk.says(T0, Hello("tokenizer-0", "tokenizer", 1))
+    desk.asks(Attach(1, "r" * 32, (0, 1)))
+    desk.decodes()
+    accepted, delta = desk.told()
+    assert isinstance(accepted, Accepted)
+    assert delta == Delta("r" * 32, 1, 1, (11,), "[11]")
+
+
+def test_a_new_gateway_does_not_wait_for_ever_for_a_scheduler() -> None:
+    desk = Desk(Recovered(entry()), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    desk.scheduler(0)
+    desk.passes(2_800)
+    assert not desk.submits()
+    desk.passes(400)
+    assert len(desk.submits()) == 1
+    # One that comes late with the same sequence is told to let it go.
+    desk.scheduler(1, 1, SequenceInfo("r" * 32, 0, 33, b"", None))
+    ((peer, abort),) = desk.sent(AbortSequence)
+    assert peer == b"scheduler-1#1"
+    assert isinstance(abort, AbortSequence) and abort.attempt == 33
+
+
+def test_a_new_gateway_takes_a_name_for_a_hello() -> None:
+    desk = Desk(seats=0)
+    desk.says(b"scheduler-4#2", Ping("scheduler-4"))
+    assert [type(m) for _, m in desk.bus] == [Welcome, ListSequences, Welcome]
+    desk.says(b"nobody", Ping("nobody"))
+    assert desk.core._placement.seats.keys() == {4}
+
+
+def test_other_numerics_never_continue_a_stream() -> None:
+    desk = Desk(Recovered(entry(fingerprint="f0")))
+    desk.asks(Attach(1, "r" * 32))
+    desk.passes(3_200)
+    desk.asks(Attach(2, "r" * 32))
+    final = desk.told()[-1]
+    assert isinstance(final, Final) and final.finish_reason == "error"
+    assert "f0" in final.error and "f1" in final.error and not desk.submits()
+
+
+def test_an_aborted_request_does_not_come_back_to_life() -> None:
+    from phalanx.protocol.messages import Usage
+
+    final = Final("r" * 32, 0, 2, "abort", Usage(1, 2))
+    desk = Desk(Recovered(entry(), {0: final}))
+    desk.passes(4_000)
+    assert not desk.submits()
+    desk.asks(Attach(1, "r" * 32, (2,)))
+    assert desk.told()[1:] == [final]
+    # For a reader who has nothing, its beginning is produced again, and nothing beyond.
+    desk.asks(Attach(2, "r" * 32))
+    ((seat, submit),) = desk.submits()
+    assert submit.sampling.max_tokens == 2
+    desk.produces(seat, submit, 0, 10, 11, finish="length")
+    desk.decodes()
+    assert desk.told()[1:] == [Delta("r" * 32, 0, 0, (10, 11), "[10][11]"), final]
+
+
+# --- questions and the end ---
+
+
+def test_health_and_stats_answer_always() -> None:
+    desk = Desk(seats=0)
+    desk.asks(Health(1))
+    (health,) = desk.told()
+    assert isinstance(health, HealthReply) and not health.healthy and health.reasons
+    desk.core.on_health(HealthUpdate(True, 4, ()))
+    desk.asks(Health(2))
+    assert desk.told() == [HealthReply(2, True, 7, 4, "tiny")]
+    desk.core.on_health(HealthUpdate(False, 5, ("worker-1 is lost",)))
+    desk.asks(Health(3))
+    assert desk.told() == [HealthReply(3, False, 7, 5, "tiny", ("worker-1 is lost",))]
+    desk.asks(Stats(4))
+    assert desk.told() == [StatsReply(4, 7, 0, 0, 0, {}, ())]
+
+
+def test_a_drain_refuses_the_new_finishes_the_old_and_ends_the_rest() -> None:
+    desk = Desk()
+    desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.core.drain()
+    desk.asks(Generate(2, prompt_token_ids=(5,)))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and error.code is Code.SHUTDOWN
+    desk.produces(seat, submit, 0, 10)
+    desk.decodes()
+    assert texts(desk.told()) == "[10]"
+    desk.core.finish_all(desk.now)
+    desk.turn()
+    (final,) = desk.told()
+    assert isinstance(final, Final)
+    assert (final.finish_reason, final.code, final.offset) == ("abort", Code.SHUTDOWN, 1)
+    assert desk.core.idle

@@ -1,0 +1,243 @@
+"""What the journal calls durable survives kill -9; a bad or full disk never stops the gateway."""
+
+import os
+import resource
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import structlog
+from gateway_node import GatewayNode, wait_for
+
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import Final, Sampling, Usage
+from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Stamp
+from phalanx.services.gateway.journal import Journal, JournalWriter
+
+LOG = structlog.get_logger()
+TTL_S = 100.0
+
+
+def entry(number: int, fingerprint: str = "") -> Entry:
+    return Entry(
+        request_id=f"{number:032x}",
+        prompt=bytes([number % 256, 0, 0, 0]) * (1 + number % 50),
+        sampling=Sampling(seed=number, max_tokens=9, logit_bias={3: 0.5}, stop=("ä",)),
+        n=2,
+        stream=number % 2 == 0,
+        key=f"key-{number}",
+        digest=b"d" * 16,
+        model="tiny",
+        fingerprint=fingerprint,
+    )
+
+
+def final(number: int, index: int) -> Final:
+    return Final(f"{number:032x}", index, 4, "abort", Usage(3, 4), "tail", Code.SHUTDOWN, "why")
+
+
+def open_journal(path: Path) -> Journal:
+    return Journal(path, TTL_S, LOG)
+
+
+def test_what_is_written_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    assert journal.load(1000.0) == []
+    journal.write([Accept(entry(1)), Accept(entry(2)), Finish(final(1, 1))], 1000.0)
+    journal.write([Accept(entry(3)), Forget(entry(2).request_id)], 1001.0)
+    journal.close()
+    first, third = open_journal(path).load(1002.0)
+    assert (first.entry, first.finals) == (entry(1), {1: final(1, 1)})
+    assert (third.entry, third.finals) == (entry(3), {})
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_old_entries_are_deleted(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "j.sqlite")
+    journal.write([Accept(entry(1)), Finish(final(1, 0))], 1000.0)
+    journal.write([Accept(entry(2))], 1050.0)
+    journal.close()
+    journal = open_journal(tmp_path / "j.sqlite")
+    assert [one.entry.request_id for one in journal.load(1000.0 + TTL_S + 1)] == [
+        entry(2).request_id
+    ]
+    journal.close()
+    with sqlite3.connect(tmp_path / "j.sqlite") as db:
+        assert db.execute("SELECT count(*) FROM finals").fetchone() == (0,)
+    db.close()
+
+
+def test_a_fingerprint_known_later_is_that_of_earlier_entries(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "j.sqlite")
+    journal.write([Accept(entry(1)), Accept(entry(2, "old")), Stamp("new")], 1000.0)
+    journal.close()
+    recovered = open_journal(tmp_path / "j.sqlite").load(1000.0)
+    assert [one.entry.fingerprint for one in recovered] == ["new", "old"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b"not a database, not at all" * 500),
+        lambda path: path.write_bytes(path.read_bytes()[:3000]),
+        lambda path: _write_at(path, 100, b"\xff" * 3000),
+        lambda path: _sql(path, "PRAGMA user_version=99"),
+        lambda path: _sql(path, "UPDATE requests SET entry = x'00ff'"),
+        lambda path: _sql(path, "DROP TABLE requests; CREATE TABLE requests (other)"),
+    ],
+    ids=["text", "cut", "overwritten", "newer", "entry", "schema"],
+)
+def test_an_unreadable_journal_is_moved_aside(tmp_path: Path, spoil: object) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(i)) for i in range(20)], 1000.0)
+    journal.close()
+    spoil(path)  # type: ignore[operator]
+    journal = open_journal(path)
+    assert journal.load(1000.0) == []
+    (aside,) = [p for p in tmp_path.glob("*unreadable*") if not p.name.endswith(("-wal", "-shm"))]
+    assert aside.stat().st_size > 0
+    journal.write([Accept(entry(1))], 1000.0)
+    journal.close()
+    assert len(open_journal(path).load(1000.0)) == 1
+
+
+def _write_at(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def _sql(path: Path, script: str) -> None:
+    db = sqlite3.connect(path)
+    db.executescript(script)
+    db.close()
+
+
+class Writer:
+    """A JournalWriter whose results are waited for."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._woken = threading.Event()
+        self.writer = JournalWriter(journal, self._woken.set)
+
+    def write(self, number: int, ops: list[Op]) -> str:
+        self.writer.submit(number, ops)
+        while True:
+            assert self._woken.wait(10)
+            self._woken.clear()
+            for done, failure in self.writer.results():
+                if done >= number:
+                    return failure
+
+
+def test_a_full_disk_fails_new_requests_and_keeps_ends_for_later(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(i)) for i in range(5)], 1000.0)
+    db = journal._open()
+    (pages,) = db.execute("PRAGMA page_count").fetchone()
+    db.execute(f"PRAGMA max_page_count={pages}")
+    writer = Writer(journal)
+    big = msgspec.structs.replace(entry(7), prompt=b"\0" * 400_000)
+    assert "full" in writer.write(1, [Accept(big), Finish(final(1, 0))])
+    db.execute("PRAGMA max_page_count=1000000")
+    assert writer.write(2, [Accept(entry(8))]) == ""
+    writer.writer.close()
+    recovered = {one.entry.request_id: one for one in open_journal(path).load(1000.0)}
+    assert big.request_id not in recovered and entry(8).request_id in recovered
+    assert recovered[entry(1).request_id].finals == {0: final(1, 0)}
+
+
+def test_a_journal_that_breaks_while_open_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(i)) for i in range(200)], 1000.0)
+    db = journal._open()
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.execute("PRAGMA cache_size=0")
+    _write_at(path, 4096, b"\xff" * 4096 * 8)
+    writer = Writer(journal)
+    failures = [writer.write(i, [Accept(entry(1000 + i))]) for i in range(1, 30)]
+    writer.writer.close()
+    kept = {one.entry.request_id for one in open_journal(path).load(1000.0)}
+    told = {entry(1000 + i).request_id for i, why in enumerate(failures, 1) if not why}
+    assert told and told <= kept  # whatever was confirmed after the break is there
+
+
+CHILD = """
+import sys, threading
+sys.path[:0] = {paths!r}
+from test_journal import Writer, entry, open_journal
+from phalanx.services.gateway.entries import Accept
+from pathlib import Path
+journal = open_journal(Path(sys.argv[1]))
+journal.load(1000.0)
+writer = Writer(journal)
+number = int(sys.argv[2])
+while True:
+    number += 1
+    assert writer.write(number, [Accept(entry(number))]) == ""
+    sys.stdout.write(f"{{number}}\\n")
+    sys.stdout.flush()
+"""
+
+
+@pytest.mark.process
+def test_what_was_confirmed_survives_kill_9(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    here = Path(__file__).parent
+    script = CHILD.format(paths=[str(here), str(here.parents[1])])
+    confirmed = 0
+    for _ in range(4):
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", script, str(path), str(confirmed)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout is not None
+        for line in child.stdout:
+            confirmed = int(line)
+            if confirmed % 40 == 0:
+                child.send_signal(signal.SIGKILL)
+                break
+        rest = child.stdout.read().split()
+        confirmed = int(rest[-1]) if rest else confirmed
+        child.stdout.close()
+        assert child.wait() == -signal.SIGKILL
+        journal = Journal(path, 10**12, LOG)
+        kept = {one.entry.request_id: one.entry for one in journal.load(1000.0)}
+        journal.close()
+        for number in range(1, confirmed + 1):
+            assert kept[entry(number).request_id] == entry(number)
+        assert len(kept) <= confirmed + 1
+        confirmed = len(kept)
+
+
+@pytest.mark.process
+def test_a_node_without_disk_refuses_new_requests_and_goes_on() -> None:
+    with GatewayNode(step_s=0.02) as node, node.client() as client:
+        running = client.generate([1], seed=1, max_tokens=100, ignore_eos=True, timeout=60)
+        running.accepted()
+        assert node.process is not None
+        wal = node.run_dir / "journal.sqlite-wal"
+        limit = (wal.stat().st_size, resource.RLIM_INFINITY)
+        resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, limit)
+        with pytest.raises(Refused, match="journal") as refused:
+            client.generate([2], timeout=20).results()
+        assert refused.value.code is Code.OVERLOADED and refused.value.retry_after_ms > 0
+        (result,) = running.results()
+        assert len(result.token_ids) == 100
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, unlimited)
+        (after,) = client.generate([2], seed=1, max_tokens=3, timeout=20).results()
+        assert after.token_ids
+        wait_for(lambda: "cannot be written" in node.log(), "the log tells")
+        assert os.path.exists(wal)
