@@ -45,7 +45,8 @@ from phalanx.protocol.messages import (
 MS = 1_000_000
 PING_NS = 1_000 * MS
 SCAN_NS = 50 * MS  # how often timers are looked at: thousands of requests share one client
-REPEAT_NS_MIN, REPEAT_NS_MAX = 5_000 * MS, 60_000 * MS  # of unanswered and of quiet requests
+REPEAT_NS_MIN, REPEAT_NS_MAX = 5_000 * MS, 30_000 * MS  # of unanswered and of quiet requests
+SILENT_NS = 3 * PING_NS  # a gateway heard again after this long is asked for everything open
 REATTACH_NS = 50 * MS  # a gap is asked for again not before
 WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
 
@@ -290,7 +291,10 @@ class ClientCore:
             message = self._decoder.decode(frame)
         except DecodeError:
             return  # of a newer gateway: what we do know goes on
+        back = self._heard_ns is not None and now_ns - self._heard_ns > SILENT_NS
         self._heard_ns = now_ns
+        if back:  # perhaps another gateway, and if the whole node is new, none that says so
+            self._repeat_all(now_ns)
         match message:
             case Delta() | Final():
                 flow = self._by_request.get(message.request_id)
@@ -489,10 +493,15 @@ class ClientCore:
 
     def _on_incarnation(self, incarnation: int, now_ns: int) -> None:
         known, self._incarnation = self._incarnation, incarnation
+        if known not in (0, incarnation):
+            self._repeat_all(now_ns)
+        elif known == 0:
+            # One that did not answer at once may have died before it was known.
+            self._repeat_all(now_ns, PING_NS // 2)
+
+    def _repeat_all(self, now_ns: int, older_ns: int = 0) -> None:
         for flow in list(self._open.values()):
-            # Without a gateway known so far, one that did not answer at once may have died meanwhile.
-            stale = known == 0 and not flow.accepted and now_ns - flow.started_ns > PING_NS // 2
-            if stale or known not in (0, incarnation):
+            if now_ns - flow.started_ns >= older_ns:
                 self._repeat(flow, now_ns)
 
     def _time_out(self, flow: Flow, now_ns: int) -> None:

@@ -46,7 +46,16 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.topology import Topology
 from phalanx.services.gateway.delivery import Delivery, Send
-from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.entries import (
+    Accept,
+    Alive,
+    Entry,
+    Finish,
+    Forget,
+    Op,
+    Recovered,
+    Stamp,
+)
 from phalanx.services.gateway.model import ModelLimits
 from phalanx.services.gateway.placement import Placement, Seat, ids_of
 from phalanx.services.gateway.streams import End, Request, Stream
@@ -61,7 +70,8 @@ RECOVER_NS = (
 PROBE_NS = 100 * MS  # how often busy tokenizers are checked for being there at all
 KEEP_NS = 60_000 * MS  # a request stays for re-attachment for this long after its delivery
 KEPT_MAX = 16_384  # finished requests; beyond, the oldest are forgotten
-KEPT_TOKENS_MAX = 16 << 20
+KEPT_TOKENS_MAX = 4 << 20  # of those; beyond, the oldest are produced again if anyone asks
+OPEN_BYTES_MAX = 1 << 30  # prompts of open requests; beyond: `overloaded`
 RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients
 ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
 
@@ -85,6 +95,7 @@ class Pending:
     client: bytes
     message: Generate
     digest: bytes
+    nbytes: int  # of its prompt, as it counts against OPEN_BYTES_MAX
     entry: Entry | None = None  # once it is on its way to the journal
 
 
@@ -113,6 +124,7 @@ class Core:
         self._kept: dict[str, Request] = {}  # finished, oldest first
         self._kept_tokens = 0
         self._open_sequences = 0
+        self._open_bytes = 0
         self._abort_dones: dict[str, list[tuple[bytes, int]]] = {}
         self._hellos: dict[str, tuple[bytes, Hello]] = {}
         self._recovering: dict[int, Stream] = {}  # not yet known whether a scheduler runs them
@@ -122,7 +134,7 @@ class Core:
         self._health = HealthUpdate(False, 0, ("the node is starting",))
         self._draining = False
         self._next_number = 1
-        self._tick_at_ns = self._probe_at_ns = now_ns
+        self._tick_at_ns = self._probe_at_ns = self._alive_at_ns = now_ns
         self._accepted = self._refused = 0
         self._finished: dict[str, int] = {}
         for one in recovered:
@@ -195,24 +207,26 @@ class Core:
             digest = _digest(message)
             if self._is_repeated(client, message, digest):
                 return
-            self._admit(message)
+            nbytes = _prompt_bytes(message)
+            self._admit(message, nbytes)
         except Refused as refused:
             self._error(client, message.call, refused)
             return
         number = self._next_number
         self._next_number += message.n
-        pending = Pending(number, client, message, digest)
+        pending = Pending(number, client, message, digest, nbytes)
         self._pending[number] = pending
         self._by_call[client, message.call] = pending
         if message.key:
             self._by_key[message.key] = pending
         self._open_sequences += message.n
+        self._open_bytes += nbytes
         if message.prompt_token_ids is not None:
             self._journal(pending, message.prompt_token_ids)
         else:
             self._texts.encode(EncodeJob(number, message.prompt, message.messages))
 
-    def _admit(self, message: Generate) -> None:
+    def _admit(self, message: Generate, nbytes: int) -> None:
         if self._draining:
             raise Refused(Code.SHUTDOWN, "the node is shutting down and takes no new requests")
         most = self._settings.max_open_requests
@@ -221,6 +235,13 @@ class Core:
                 Code.OVERLOADED,
                 f"{self._open_sequences} sequences are open and this request adds {message.n}, the"
                 f" limit is {most}; try again in {RETRY_AFTER_MS} ms",
+                RETRY_AFTER_MS,
+            )
+        if self._open_bytes + nbytes > OPEN_BYTES_MAX:
+            raise Refused(
+                Code.OVERLOADED,
+                f"the prompts of open requests take {self._open_bytes} bytes and this one {nbytes},"
+                f" the limit is {OPEN_BYTES_MAX}; try again in {RETRY_AFTER_MS} ms",
                 RETRY_AFTER_MS,
             )
 
@@ -276,6 +297,7 @@ class Core:
     def _refuse(self, pending: Pending, refused: Refused) -> None:
         self._drop_pending(pending)
         self._open_sequences -= pending.message.n
+        self._open_bytes -= pending.nbytes
         if self._by_key.get(pending.message.key) is pending:
             del self._by_key[pending.message.key]
         self._error(pending.client, pending.message.call, refused)
@@ -290,6 +312,7 @@ class Core:
         self._drop_pending(pending)
         request = Request(pending.entry, pending.number)
         self._requests[request.request_id] = request
+        self._open_bytes += len(request.entry.prompt) - pending.nbytes
         if request.entry.key:
             self._by_key[request.entry.key] = request
         self._accepted += 1
@@ -492,20 +515,38 @@ class Core:
             reason = stream.final.finish_reason
             self._finished[reason] = self._finished.get(reason, 0) + 1
             self._open_sequences -= 1
-        if request.finished and request.finished_ns is None:
-            self._keep(request, now_ns)
+        if request.finished:
+            if request.finished_ns is None:
+                self._keep(request, now_ns)
+            else:
+                self._count_kept(request)
 
     # ------------------------------------------------------------ finished requests
 
     def _keep(self, request: Request, now_ns: int) -> None:
         request.finished_ns = now_ns
+        self._open_bytes -= len(request.entry.prompt)
         self._kept[request.request_id] = request
+        self._count_kept(request)
+        while len(self._kept) > KEPT_MAX:
+            self._forget(next(iter(self._kept.values())))
+        if self._kept_tokens > KEPT_TOKENS_MAX:
+            self._empty_oldest()
+
+    def _count_kept(self, request: Request) -> None:
+        self._kept_tokens -= request.kept_tokens
         request.kept_tokens = request.num_tokens
         self._kept_tokens += request.kept_tokens
-        while len(self._kept) > KEPT_MAX or (
-            self._kept_tokens > KEPT_TOKENS_MAX and len(self._kept) > 1
-        ):
-            self._forget(next(iter(self._kept.values())))
+
+    def _empty_oldest(self) -> None:
+        """Let go of the tokens of finished requests that nobody is reading now."""
+        for request in self._kept.values():
+            if request.kept_tokens and request.unread:
+                for stream in request.streams:
+                    stream.clear()
+                self._count_kept(request)
+                if self._kept_tokens <= KEPT_TOKENS_MAX // 2:
+                    return
 
     def _forget(self, request: Request) -> None:
         del self._kept[request.request_id]
@@ -570,6 +611,7 @@ class Core:
             if stream.final is None:
                 self._open_sequences += 1
                 self._recovering[stream.number] = stream
+        self._open_bytes += len(one.entry.prompt)
         if request.finished:
             self._keep(request, now_ns)
 
@@ -602,6 +644,9 @@ class Core:
         for client, stalled_ms in self._delivery.given_up(now_ns):
             self._give_up_client(client, stalled_ms, now_ns)
         self._forget_old(now_ns)
+        if now_ns >= self._alive_at_ns and self._open_sequences:
+            self._alive_at_ns = now_ns + self._settings.keep_undelivered_s * 1000 * MS // 4
+            self._op(Alive())
 
     def _give_up_client(self, client: bytes, stalled_ms: int, now_ns: int) -> None:
         end = End("abort", Code.SLOW_CLIENT, f"the client took nothing for {stalled_ms} ms")
@@ -682,6 +727,15 @@ def _digest(message: Generate) -> bytes:
         message.model,
     )
     return blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
+
+
+def _prompt_bytes(message: Generate) -> int:
+    """What the prompt takes until it is tokenized, and an estimate of what it takes then."""
+    if message.prompt_token_ids is not None:
+        return 4 * len(message.prompt_token_ids)
+    if message.prompt is not None:
+        return 4 * len(message.prompt)
+    return sum(4 * len(part.content) for part in message.messages or ())
 
 
 def _unknown(request_id: str) -> Refused:

@@ -45,7 +45,11 @@ class Stamp(msgspec.Struct, frozen=True):
     fingerprint: str
 
 
-Op = Accept | Finish | Forget | Stamp
+class Alive(msgspec.Struct, frozen=True):
+    """Whatever has not ended is not abandoned: a gateway still works on it."""
+
+
+Op = Accept | Finish | Forget | Stamp | Alive
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,22 @@ import msgspec
 
 from phalanx.protocol.log import Logger
 from phalanx.protocol.messages import Final
-from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.entries import (
+    Accept,
+    Alive,
+    Entry,
+    Finish,
+    Forget,
+    Op,
+    Recovered,
+    Stamp,
+)
 
 VERSION = 1
 _KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS requests (id TEXT PRIMARY KEY, created REAL, entry BLOB, fingerprint TEXT)
+CREATE TABLE IF NOT EXISTS requests
+    (id TEXT PRIMARY KEY, created REAL, touched REAL, n INTEGER, fingerprint TEXT, entry BLOB)
     WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS finals (id TEXT, i INTEGER, at REAL, final BLOB, PRIMARY KEY (id, i))
     WITHOUT ROWID;
@@ -50,7 +60,7 @@ class Journal:
         db = self._open()
         old = now_s - self._ttl_s
         with db:
-            db.execute("DELETE FROM requests WHERE created < ?", (old,))
+            db.execute("DELETE FROM requests WHERE touched < ?", (old,))
             db.execute("DELETE FROM finals WHERE id NOT IN (SELECT id FROM requests)")
         finals: dict[str, dict[int, Final]] = {}
         for request_id, index, encoded in db.execute("SELECT id, i, final FROM finals"):
@@ -121,16 +131,24 @@ def _prepare(db: sqlite3.Connection) -> None:
 def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
     match op:
         case Accept(entry):
-            row = (entry.request_id, now_s, msgspec.msgpack.encode(entry), entry.fingerprint)
-            db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?)", row)
+            encoded = msgspec.msgpack.encode(entry)
+            row = (entry.request_id, now_s, now_s, entry.n, entry.fingerprint, encoded)
+            db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)", row)
         case Finish(final):
             end = (final.request_id, final.index, now_s, msgspec.msgpack.encode(final))
             db.execute("INSERT OR REPLACE INTO finals VALUES (?, ?, ?, ?)", end)
+            db.execute("UPDATE requests SET touched = ? WHERE id = ?", (now_s, final.request_id))
         case Forget(request_id):
             db.execute("DELETE FROM requests WHERE id = ?", (request_id,))
             db.execute("DELETE FROM finals WHERE id = ?", (request_id,))
         case Stamp(fingerprint):
             db.execute("UPDATE requests SET fingerprint = ? WHERE fingerprint = ''", (fingerprint,))
+        case Alive():
+            db.execute(
+                "UPDATE requests SET touched = ?"
+                " WHERE n > (SELECT count(*) FROM finals WHERE finals.id = requests.id)",
+                (now_s,),
+            )
 
 
 class JournalWriter:

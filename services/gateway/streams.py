@@ -221,7 +221,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        return self.entry.prompt_tokens + sum(len(stream.tokens) for stream in self.streams)
+        """Tokens in memory, without the prompt."""
+        return sum(len(stream.tokens) for stream in self.streams)
+
+    @property
+    def unread(self) -> bool:
+        """Nobody is in the middle of reading it."""
+        return self.finished and (self.view is None or all(self.view.finals))
 
     def attach(self, client: bytes, offsets: Sequence[int]) -> None:
         """Hand the streams to `client`, each from its offset on."""

@@ -37,7 +37,16 @@ from phalanx.protocol.seeds import derive_seed
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client_core import ClientCore, Flow, Spec
 from phalanx.services.gateway.core import Core, Settings
-from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.entries import (
+    Accept,
+    Alive,
+    Entry,
+    Finish,
+    Forget,
+    Op,
+    Recovered,
+    Stamp,
+)
 from phalanx.services.gateway.model import ModelLimits
 from phalanx.services.gateway.validate import sampling_for
 from sim.gateway_fakes import (
@@ -89,6 +98,8 @@ class Disk:
                     if not entry.fingerprint:
                         stamped = msgspec.structs.replace(entry, fingerprint=fingerprint)
                         self.entries[entry.request_id] = stamped
+            case Alive():
+                pass
 
     def recovered(self) -> list[Recovered]:
         return [
@@ -562,7 +573,7 @@ def check_nothing_left(world: World) -> None:
     gateway = world.gateway
     assert gateway is not None and gateway.idle and not world._writing
     assert not gateway._pending and not gateway._by_call and not gateway._recovering
-    assert gateway._open_sequences == 0 and not gateway._abort_dones
+    assert gateway._open_sequences == 0 and gateway._open_bytes == 0 and not gateway._abort_dones
     for seat in gateway._placement.seats.values():
         assert not seat.streams
     assert not gateway._placement._aborts and not gateway._placement._aborting

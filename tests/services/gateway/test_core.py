@@ -208,7 +208,7 @@ def test_a_request_from_arrival_to_oblivion() -> None:
     assert desk.ops[-1] == Finish(final)
     desk.passes(59_000)
     desk.asks(Attach(2, rid, (1,)))
-    accepted, delta, again = desk.told()
+    _, delta, again = desk.told()
     assert (delta, again) == (Delta(rid, 0, 1, (8, 9), "[8][9]"), final)
     desk.passes(2_000)
     assert desk.ops[-1] == Forget(rid)
@@ -383,7 +383,7 @@ def test_a_sequence_that_fails_ends_alone_with_its_code(code: Code) -> None:
     (seat, one), (other, two) = desk.submits()
     desk.produces(seat, one, 0, 10, finish="error", code=code, error="why")
     desk.decodes()
-    delta, final = desk.told()
+    _, final = desk.told()
     assert isinstance(final, Final) and (final.index, final.finish_reason) == (0, "error")
     assert (final.code, final.error, final.offset) == (code, "why", 1)
     desk.produces(other, two, 0, 20)
@@ -561,6 +561,46 @@ def test_a_journal_that_cannot_be_written_refuses_and_recovers() -> None:
     assert "disk full" in error.message and desk.core.idle and not desk.submits()
     desk.asks(Generate(2, prompt_token_ids=(5,), key="k"))
     assert isinstance(desk.told()[0], Accepted)
+
+
+def test_memory_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.services.gateway.core.OPEN_BYTES_MAX", 100)
+    desk = Desk()
+    desk.asks(Generate(1, prompt="x" * 20))
+    desk.asks(Generate(2, prompt_token_ids=(5,) * 6))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and error.code is Code.OVERLOADED
+    desk.asks(Generate(3, prompt_token_ids=(5,) * 5, sampling=Sampling(max_tokens=1)))
+    assert isinstance(desk.told()[0], Accepted)
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, finish="length")
+    desk.decodes()
+    desk.asks(Generate(4, prompt_token_ids=(5,) * 5))
+    assert isinstance(desk.told()[-1], Accepted)
+
+
+def test_a_finished_stream_let_go_for_memory_is_produced_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("phalanx.services.gateway.core.KEPT_TOKENS_MAX", 4)
+    desk = Desk()
+    ids = []
+    for _ in range(2):
+        ids.append(desk.start(Sampling(max_tokens=3, seed=1)))
+        ((seat, submit),) = desk.submits()
+        desk.produces(seat, submit, 0, 10, 11, 12, finish="length")
+        desk.decodes()
+        assert isinstance(desk.told()[-1], Final)
+    desk.asks(Attach(9, ids[0], (1,)))
+    assert isinstance(desk.told()[0], Accepted)
+    ((seat, submit),) = desk.submits()
+    assert submit.request_id == ids[0] and submit.priority == 1
+    desk.produces(seat, submit, 0, 10, 11, 12, finish="length")
+    desk.decodes()
+    delta, final = desk.told()
+    assert delta == Delta(ids[0], 0, 1, (11, 12), "[11][12]") and isinstance(final, Final)
+    assert (final.finish_reason, final.offset) == ("length", 3)
+    assert len([op for op in desk.ops if isinstance(op, Finish)]) == 2
 
 
 # --- a new gateway ---

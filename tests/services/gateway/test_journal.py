@@ -17,7 +17,7 @@ from gateway_node import GatewayNode, wait_for
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Final, Sampling, Usage
-from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Stamp
+from phalanx.services.gateway.entries import Accept, Alive, Entry, Finish, Forget, Op, Stamp
 from phalanx.services.gateway.journal import Journal, JournalWriter
 
 LOG = structlog.get_logger()
@@ -72,6 +72,16 @@ def test_old_entries_are_deleted(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "j.sqlite") as db:
         assert db.execute("SELECT count(*) FROM finals").fetchone() == (0,)
     db.close()
+
+
+def test_what_a_gateway_still_works_on_is_not_old(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path / "j.sqlite")
+    ends: list[Op] = [Finish(final(1, 0)), Finish(final(1, 1)), Finish(final(2, 0))]
+    journal.write([Accept(entry(i)) for i in range(1, 4)] + ends, 1000.0)
+    journal.write([Alive()], 1090.0)
+    journal.close()
+    kept = open_journal(tmp_path / "j.sqlite").load(1000.0 + TTL_S + 1)
+    assert [one.entry.key for one in kept] == ["key-2", "key-3"]
 
 
 def test_a_fingerprint_known_later_is_that_of_earlier_entries(tmp_path: Path) -> None:
