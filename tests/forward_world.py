@@ -20,6 +20,7 @@ from phalanx.worker_svc.model.config import ModelConfig, engram_table_rows
 from phalanx.worker_svc.model.model import Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts, LocalExperts
 from phalanx.worker_svc.model.random_weights import RandomWeights
+from phalanx.worker_svc.model.truncation import OFF, Truncation
 from phalanx.worker_svc.model.writer import write_checkpoint
 
 TINY = Path(__file__).parent / "golden" / "tiny-a"
@@ -106,6 +107,7 @@ class World:
         seed: int = 0,
         experts: Experts | None = None,
         draft_experts: Experts | None = None,
+        truncation: Truncation = OFF,
         max_len: int = 256,
     ) -> None:
         weights = weights_of(shape)
@@ -117,7 +119,9 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         for pool in (self.pools.blocks[1:], self.pools.slots):
             pool.copy_(torch.randint(0, 120, pool.shape, generator=generator, dtype=torch.uint8))
-        self.model = Model(weights, self.pools, experts or LocalExperts(weights), draft_experts)
+        self.model = Model(
+            weights, self.pools, experts or LocalExperts(weights), draft_experts, truncation
+        )
         self.config = weights.config
         ids = list(range(1, num_blocks))
         self.random.shuffle(ids)

@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.protocol.placement import Placement, choose_copy, copies
 from phalanx.worker_svc.exchange import Exchange
 from phalanx.worker_svc.model.checkpoint import Weights
-from phalanx.worker_svc.model.moe import run_expert_pairs
+from phalanx.worker_svc.model.moe import run_expert_pairs, visit
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,8 @@ class GroupExperts:
     def serve(self) -> None:
         """A placeholder step: no rows of ours, but every layer's experts for our peers."""
         config = self._weights.config
-        nothing = torch.empty(0, config.num_experts_per_tok)
         for layer in range(config.num_hidden_layers):
-            x = torch.empty(0, config.hidden_size, dtype=torch.bfloat16)
-            sent = self.dispatch(layer, x, nothing.long(), nothing, torch.empty(0).long())
-            self.combine(sent)
+            visit(self, config, layer)
 
     def _compute(
         self, layer: int, slots: list[Tensor], rows: list[Tensor], weights: list[Tensor]

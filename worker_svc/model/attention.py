@@ -68,8 +68,8 @@ def attention(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> T
     step.window_records[layer] = record
     kv = decode_window(record)
     step.note("window_kv", layer, kv)
-    if weights.compressor is not None:
-        _compress(step, weights, layer, x)
+    if weights.compressor is not None and not step.entries_stored:
+        store_entries(step, weights, layer, x)
     if weights.indexer is not None:
         step.selected[layer] = _select(step, weights, layer, x, latent)
     o = _attend(step, weights, layer, queries, kv)
@@ -101,8 +101,12 @@ def _attend(
     return out
 
 
-def _compress(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> None:
-    """Make the entries and index keys that this step's rows complete, and store them."""
+def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> None:
+    """Make the entries and index keys that this step's rows complete, and store them.
+
+    Args:
+        x: float32 [P, D], the sublayer's normed input.
+    """
     assert weights.compressor is not None and weights.index_keys is not None
     config, entries = step.config, step.rows.entries[step.config.ratio(layer)]
     kv = matmul_rows(x, weights.compressor.wkv)

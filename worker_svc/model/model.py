@@ -8,8 +8,8 @@ from torch import Tensor
 
 from phalanx.kernels.reference.hyper import collapse, mean_copies
 from phalanx.kernels.reference.rope import GrowingRope, frequencies, stretch
-from phalanx.kernels.reference.rows import rms_norm
-from phalanx.worker_svc.model.attention import attention
+from phalanx.kernels.reference.rows import pad_rows, rms_norm
+from phalanx.worker_svc.model.attention import attention, store_entries
 from phalanx.worker_svc.model.batch import StepBatch, step_rows
 from phalanx.worker_svc.model.caches import CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
@@ -18,11 +18,27 @@ from phalanx.worker_svc.model.draft import Drafter
 from phalanx.worker_svc.model.engram import Engram
 from phalanx.worker_svc.model.head import OutputHead
 from phalanx.worker_svc.model.layers import layer_weights
-from phalanx.worker_svc.model.moe import Experts
+from phalanx.worker_svc.model.moe import Experts, visit
 from phalanx.worker_svc.model.step import Observer, Ropes, Step
-from phalanx.worker_svc.model.sublayers import run_layer
+from phalanx.worker_svc.model.sublayers import attention_input, run_layer
+from phalanx.worker_svc.model.truncation import OFF, Tail, Truncation
 
 _POSITION_PRIME = 1_000_003  # spreads the positions of one sequence over an expert's copies
+
+
+@dataclass
+class Stream:
+    """What flows from layer to layer.
+
+    Attributes:
+        h: bf16 values [P, copies, D].
+        pre: float32 [P, copies], the weights with which the next layer reads it.
+        taps: bf16 values [P, D] each, what the draft model reads.
+    """
+
+    h: Tensor
+    pre: Tensor
+    taps: list[Tensor]
 
 
 @dataclass(frozen=True)
@@ -31,16 +47,21 @@ class PendingStep:
 
     Attributes:
         logits: float32 [L, vocab], in the order of the batch's logit_rows.
-        expert_picks: int64 [R, k] by layer, logical experts, for load statistics.
+        expert_picks: int64 [R, k] by layer, logical experts, for load statistics; fewer rows in
+            layers that truncated prompts leave out.
     """
 
     logits: Tensor
     expert_picks: dict[int, Tensor]
     _step: Step
+    _decoder: Step  # the same step, unless prompts are truncated
 
     def commit(self, num_accepted: Sequence[int]) -> None:
         """Keep the first num_accepted rows of each sequence; 0 leaves a sequence as it was."""
-        self._step.commit(torch.tensor(num_accepted, dtype=torch.int64))
+        accepted = torch.tensor(num_accepted, dtype=torch.int64)
+        self._step.commit(accepted)
+        if self._step.tail is not None:
+            self._decoder.commit(self._step.tail.accepted(accepted))
 
 
 class Model:
@@ -51,6 +72,7 @@ class Model:
         pools: this rank's caches.
         experts: where routed experts run.
         draft_experts: where those of the draft stages run; None to do without drafts.
+        truncation: which rows of a prompt the later layers leave out; none by default.
 
     Attributes:
         drafter: proposes tokens, if there are draft stages and experts for them.
@@ -62,9 +84,12 @@ class Model:
         pools: CachePools,
         experts: Experts,
         draft_experts: Experts | None = None,
+        truncation: Truncation = OFF,
     ) -> None:
         config = weights.config
+        truncation.check(config)
         self.config = config
+        self.truncation = truncation
         self.pools = pools
         self.experts = experts
         self.embedding = weights["embed"]
@@ -85,11 +110,16 @@ class Model:
             ValueError: the batch cannot be computed; nothing was changed.
         """
         batch.check(self.config, self._max_len)
-        rows = step_rows(batch, self.config, self.pools.layout.ring_size)
+        step = self._step(batch, self.truncation.tail(batch), observer)
+        rows = step.rows
         real = slice(0, rows.num_rows)
         # By position: doing the step again writes the same ids.
         history = self.pools.history
         history[rows.slots[real], rows.positions[real]] = rows.token_ids[real].to(torch.int32)
+        return step
+
+    def _step(self, batch: StepBatch, tail: Tail | None, observer: Observer | None) -> Step:
+        rows = step_rows(batch, self.config, self.pools.layout.ring_size)
         yarn = self._yarn_rope
         ropes = Ropes(self._plain_rope.at(rows.positions), yarn.at(rows.positions), yarn)
         keys = torch.from_numpy(batch.copy_keys)[rows.seqs] + rows.positions * _POSITION_PRIME
@@ -101,6 +131,7 @@ class Model:
             rows=rows,
             pools=self.pools,
             ropes=ropes,
+            tail=tail,
         )
 
     def forward(self, batch: StepBatch, observer: Observer | None = None) -> PendingStep:
@@ -109,27 +140,53 @@ class Model:
         Writes block records and token history, both by position; window rings and waiting tokens
         change only in `PendingStep.commit`.
         """
-        step = self.begin(batch, observer)
-        config, rows = self.config, step.rows
-        h, pre = self.embed(rows.token_ids)
+        step = decoder = self.begin(batch, observer)
+        stream = Stream(*self.embed(step.rows.token_ids), [])
+        start, depth = self.config.decoder_start, self.config.num_hidden_layers
+        self._run(step, stream, range(start if step.tail else depth))
+        logit_rows = batch.logit_rows
+        if step.tail is not None:
+            decoder = self._step(step.tail.batch, None, observer)
+            decoder.entries_stored = True
+            self._cross(step, step.tail.rows, stream)
+            self._run(decoder, stream, range(start, depth))
+            logit_rows = step.tail.batch.logit_rows
+        final = collapse(stream.h, stream.pre)
+        step.note("final_hidden", depth, final)
+        logits = self.logits(final[torch.from_numpy(logit_rows)])
+        if self.drafter is not None and decoder.num_rows > 0:
+            decoder.window_records |= self.drafter.context_records(
+                torch.cat(stream.taps, dim=-1), decoder.ropes.plain
+            )
+        return PendingStep(logits, step.expert_picks | decoder.expert_picks, step, decoder)
+
+    def _run(self, step: Step, stream: Stream, layers: range) -> None:
+        if step.num_rows == 0:
+            for layer in layers:
+                visit(self.experts, self.config, layer)
+            return
         units = self.engram.units(step)
-        taps = []
-        for layer in range(config.num_hidden_layers):
+        for layer in layers:
             weights = self.layers[layer]
             if weights.engram is not None:
-                h = self.engram.apply(step, weights.engram, layer, units, h)
-            if layer in config.dspark_target_layer_ids:
-                taps.append(mean_copies(h))
-                step.note("tap", layer, taps[-1])
-            h, pre = run_layer(step, attention, weights, self.experts, layer, h, pre)
-        final = collapse(h, pre)
-        step.note("final_hidden", config.num_hidden_layers, final)
-        logits = self.logits(final[torch.from_numpy(batch.logit_rows)])
-        if self.drafter is not None:
-            step.window_records |= self.drafter.context_records(
-                torch.cat(taps, dim=-1), step.ropes.plain
+                stream.h = self.engram.apply(step, weights.engram, layer, units, stream.h)
+            if layer in self.config.dspark_target_layer_ids:
+                stream.taps.append(mean_copies(stream.h))
+                step.note("tap", layer, stream.taps[-1])
+            stream.h, stream.pre = run_layer(
+                step, attention, weights, self.experts, layer, stream.h, stream.pre
             )
-        return PendingStep(logits, step.expert_picks, step)
+
+    def _cross(self, step: Step, rows: Tensor, stream: Stream) -> None:
+        """Store the decoder half's entries for all rows of the step, and leave `rows` to go on."""
+        layer = self.config.decoder_start
+        weights, h = self.layers[layer], stream.h
+        if weights.engram is not None:
+            h = self.engram.apply(step, weights.engram, layer, self.engram.units(step), h)
+        x = attention_input(self.config, weights, h, stream.pre)
+        store_entries(step, weights.attention, layer, x)
+        stream.h, stream.pre = pad_rows(stream.h[rows]), pad_rows(stream.pre[rows])
+        stream.taps = [pad_rows(tap[rows]) for tap in stream.taps]
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Equal copies of the embeddings [P, n, D], and the first layer's weights [P, n]."""

@@ -57,10 +57,23 @@ class LocalExperts:
             x.repeat_interleave(num_topk, dim=0),
             topk_weights.flatten(),
         )
-        return pairs.view(num_rows, num_topk, -1)
+        return pairs.view(num_rows, num_topk, x.shape[1])
 
     def combine(self, handle: Tensor) -> Tensor:
         return handle
+
+
+def visit(experts: Experts, config: ModelConfig, layer: int) -> None:
+    """Take part in a layer without rows: other ranks' rows may need the experts that are here."""
+    num_topk = config.num_experts_per_tok
+    handle = experts.dispatch(
+        layer,
+        torch.empty((0, config.hidden_size), dtype=torch.bfloat16),
+        torch.empty((0, num_topk), dtype=torch.int64),
+        torch.empty((0, num_topk)),
+        torch.empty(0, dtype=torch.int64),
+    )
+    experts.combine(handle)
 
 
 def run_expert_pairs(

@@ -15,6 +15,7 @@ from phalanx.kernels.reference.rope import GrowingRope, RopeTable
 from phalanx.worker_svc.model.batch import StepRows
 from phalanx.worker_svc.model.caches import CachePools
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.truncation import Tail
 
 Observer = Callable[[str, int, Tensor], None]  # name, layer, value
 
@@ -60,6 +61,8 @@ class Step(LayerContext):
         selected: the vectors and empty flags of the chosen entries, float32 [P, top-k, d] and
             bool [P, top-k], by index owner.
         candidates: bool [P, entries], once the candidate source has run.
+        tail: what the decoder half computes, if not this whole step.
+        entries_stored: whether this is such a tail, whose owner's entries were stored for all rows.
     """
 
     rows: StepRows
@@ -70,6 +73,8 @@ class Step(LayerContext):
     index_keys: dict[int, Tensor] = field(default_factory=dict)
     selected: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     candidates: Tensor | None = None
+    tail: Tail | None = None
+    entries_stored: bool = False
 
     def rope(self, layer: int) -> RopeTable:
         """The layer's rotary table at the rows."""
@@ -96,5 +101,6 @@ class Step(LayerContext):
         # Only a token at an even position waits, and only the last one.
         waiting = (within == accepted - 1) & (rows.positions[real] % 2 == 0)
         (kept,) = torch.nonzero(waiting, as_tuple=True)
-        for i, owner in enumerate(self.pools.layout.pair_owners):
-            self.pools.pairs[rows.slots[kept], i] = self.pending[owner][kept]
+        for owner, pairs in self.pending.items():
+            i = self.pools.layout.pair_owners.index(owner)
+            self.pools.pairs[rows.slots[kept], i] = pairs[kept]
