@@ -48,6 +48,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     first_n_token_no_eos: int = 0  # the end token is banned for this many first outputs
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    predicted_token_ids: tuple[int, ...] = ()  # the outputs the client expects: drafts, by index
 
 
 # ---------------------------------------------------------------- client <-> gateway

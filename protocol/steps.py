@@ -42,15 +42,23 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """One step of one rank. Sequence i owns rows cu[i] .. cu[i+1] of the step."""
+    """One step of one rank. Sequence i owns rows cu[i] .. cu[i+1] of the step.
+
+    A plan may be made before the result of the one before it is known. Then `carry` marks the
+    sequences that continue that step, with one row and drafts: the worker knows their length and
+    newest token; `starts` is an upper bound, and the token id is a placeholder.
+    """
 
     seq: int  # counts plans within the link
+    seen: int  # the newest result this plan knew; a plan that missed an aborted one is aborted, too
     new: tuple[NewSequence, ...]
     slots: bytes  # int32 [num_seqs] state slot of each sequence
     starts: bytes  # int32 [num_seqs] tokens whose KV is committed before this step
-    seqlens_q: bytes  # int32 [num_seqs] rows of this step
-    sample: bytes  # uint8 [num_seqs] 1: sample the token after the last row
-    token_ids: bytes  # int32 [sum(seqlens_q)] input ids
+    seqlens_q: bytes  # int32 [num_seqs] rows of this step, draft rows included
+    drafts: bytes  # uint8 [num_seqs] at most this many of the rows, the last ones, verify drafts
+    sample: bytes  # uint8 [num_seqs] 1: sample after the last row before the drafts, and after each
+    carry: bytes  # uint8 [num_seqs] 1: length and newest token are those that the slot has then
+    token_ids: bytes  # int32 [sum(seqlens_q - drafts)] input ids; drafts are the worker's
     block_counts: bytes  # int32 [num_seqs] blocks added to the sequence's table by this step
     block_ids: bytes  # int32 [sum(block_counts)]
     snapshots: tuple[tuple[int, int], ...] = ()  # (slot, region): copy the slot after the commit
@@ -61,9 +69,12 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     seq: int
     aborted: bool
-    tokens: bytes = b""  # int32, one for each sampled sequence, in plan order
-    status: bytes = b""  # uint8 SampleStatus for each of them; 0 is fine
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # empty: none was asked for
+    counts: bytes = b""  # uint8, for each sampled sequence in plan order: its new tokens
+    tokens: bytes = b""  # int32 [sum(counts)]
+    status: bytes = (
+        b""  # uint8 SampleStatus for each sampled sequence: 0, or why no more tokens came
+    )
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to tokens; empty: none was asked for
     step_us: int = 0
 
 

@@ -17,7 +17,8 @@ from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.memory import shown_bytes
 from phalanx.worker_svc.model.model import Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts
-from phalanx.worker_svc.sequences import Int, Sequences, ints
+from phalanx.worker_svc.sequences import Sequences
+from phalanx.worker_svc.slots import Int, PlanRows
 
 NUM_SNAPSHOTS = 8  # window states that may wait for the KV store at a time
 
@@ -129,27 +130,28 @@ class Engine:
         started_ns = time.monotonic_ns()
         for new in plan.new:
             self._sequences.admit(new)
-        slots = ints(plan.slots)
+        batch, rows = self._sequences.batch(plan)
         try:
-            pending = self.model.forward(self._sequences.batch(plan))
-            sampled = self._sample(plan, pending)
+            pending = self.model.forward(batch)
+            sampled = self._sample(pending, rows)
         except BaseException:
             self._sequences.retract(plan)
             raise
         # From here on the step counts, whatever happens to the epoch.
-        pending.commit(ints(plan.seqlens_q).tolist())
+        outcome = self._sequences.slots.settle(rows, sampled.tokens.numpy(), sampled.status.numpy())
+        pending.commit(outcome.accepted.tolist())
         for slot, region in plan.snapshots:
             at = region * self.sizes.slot_bytes
             record = self.pools.slots[slot].numpy()
             self._snapshots.data[at : at + self.sizes.slot_bytes] = record.data.cast("B")
         self._count_picks(pending)
-        rows = np.frombuffer(plan.sample, np.uint8).astype(bool)
         return StepResult(
             seq=plan.seq,
             aborted=False,
-            tokens=sampled.tokens.numpy().astype(np.int32).tobytes(),
-            status=sampled.status.numpy().tobytes(),
-            logprobs=self._logprobs(slots[rows], sampled.logprobs),
+            counts=outcome.counts.astype(np.uint8).tobytes(),
+            tokens=sampled.tokens.numpy()[outcome.kept].astype(np.int32).tobytes(),
+            status=outcome.status.tobytes(),
+            logprobs=self._logprobs(rows, outcome.kept, sampled.logprobs),
             step_us=(time.monotonic_ns() - started_ns) // 1000,
         )
 
@@ -158,27 +160,27 @@ class Engine:
             counts = picks.flatten().bincount(minlength=self.expert_counts.shape[1])
             self.expert_counts[layer] += counts.numpy()
 
-    def _sample(self, plan: StepPlan, pending: PendingStep) -> SampleResult:
-        rows = np.frombuffer(plan.sample, np.uint8).astype(bool)
-        positions = (ints(plan.starts) + ints(plan.seqlens_q))[rows]
-        settings = self._sequences.sampling_rows(ints(plan.slots)[rows], positions)
+    def _sample(self, pending: PendingStep, rows: PlanRows) -> SampleResult:
+        settings = self._sequences.sampling_rows(rows.slots[rows.sample_seqs], rows.positions)
         return sample(pending.logits, settings)
 
-    def _logprobs(self, slots: Int, rows: RowLogprobs | None) -> tuple[TokenLogprobs | None, ...]:
-        """For each sampled row what its request asked for; empty when none asked."""
-        if rows is None:
+    def _logprobs(
+        self, rows: PlanRows, kept: Int, found: RowLogprobs | None
+    ) -> tuple[TokenLogprobs | None, ...]:
+        """For each kept token what its request asked for; empty when none asked."""
+        if found is None:
             return ()
-        own, ids, values = rows.logprobs.tolist(), rows.top_ids.tolist(), rows.top_logprobs.tolist()
+        own, ids, values = (
+            column[kept].tolist() for column in (found.logprobs, found.top_ids, found.top_logprobs)
+        )
         out: list[TokenLogprobs | None] = []
-        for row, slot in enumerate(slots):
+        for at, slot in enumerate(rows.slots[rows.sample_seqs[kept]]):
             count = self._sequences.sampling[slot].logprobs
             if count is None:
                 out.append(None)
                 continue
-            best = [(i, v) for i, v in zip(ids[row], values[row], strict=True) if i >= 0][:count]
-            out.append(
-                TokenLogprobs(own[row], tuple(i for i, _ in best), tuple(v for _, v in best))
-            )
+            best = [(i, v) for i, v in zip(ids[at], values[at], strict=True) if i >= 0][:count]
+            out.append(TokenLogprobs(own[at], tuple(i for i, _ in best), tuple(v for _, v in best)))
         return tuple(out)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from phalanx.protocol.placement import Placement
 from phalanx.protocol.service import Service
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.group import Group
+from phalanx.worker_svc.slots import Int, Slots
 
 _NUM_BLOCKS = 1 << 16
 _RECORD_BYTES = 64  # of a block and of a slot: nobody looks inside
@@ -55,26 +56,32 @@ class NullBackend:
         )
 
     def reset(self) -> None:
-        self._keys = np.zeros(self._num_slots, np.uint64)
+        self._slots = Slots(self._num_slots)
+        self._seeds = np.zeros(self._num_slots, np.uint64)
 
     def run(self, plan: StepPlan) -> StepResult:
         for new in plan.new:
-            self._keys[new.slot] = new.sampling.seed or 0
-        slots, starts, lengths = (
-            np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.seqlens_q)
+            self._slots.admit(new)
+            self._seeds[new.slot] = new.sampling.seed or 0
+        rows = self._slots.resolve(plan)
+        seeds = self._seeds[rows.slots[rows.sample_seqs]]
+        tokens = self._tokens(seeds, rows.positions.astype(np.uint64))
+        outcome = self._slots.settle(rows, tokens, np.zeros(len(tokens), np.uint8))
+        return StepResult(
+            seq=plan.seq,
+            aborted=False,
+            counts=outcome.counts.astype(np.uint8).tobytes(),
+            tokens=tokens[outcome.kept].astype(np.int32).tobytes(),
+            status=outcome.status.tobytes(),
         )
-        rows = np.frombuffer(plan.sample, np.uint8).astype(bool)
-        positions = (starts + lengths)[rows].astype(np.uint64)
-        tokens = self._tokens(self._keys[slots[rows]], positions)
-        return StepResult(plan.seq, False, tokens.tobytes(), bytes(len(tokens)))
 
-    def _tokens(self, keys: U64, positions: U64) -> npt.NDArray[np.int32]:
-        """One of the ids above the special ones, by SplitMix64 of sequence and position."""
-        word = keys + positions * np.uint64(0x9E3779B97F4A7C15)
+    def _tokens(self, seeds: U64, positions: U64) -> Int:
+        """One of the ids above the special ones, by SplitMix64 of seed and position."""
+        word = seeds + positions * np.uint64(0x9E3779B97F4A7C15)
         word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         word ^= word >> np.uint64(31)
-        tokens: npt.NDArray[np.int32] = (word % np.uint64(self._vocab // 2)).astype(np.int32) + 3
+        tokens: Int = (word % np.uint64(self._vocab // 2)).astype(np.int64) + 3
         return tokens
 
     def serve(self) -> None:

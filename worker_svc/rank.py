@@ -63,6 +63,7 @@ class Rank:
         self._row.worker_incarnation = service.incarnation
         self._link: Link | None = None
         self._link_number = 0
+        self._aborted = 0  # seq of the newest plan of this link that was abandoned
         self._group: Group | None = None
         self._stopped_at = 0  # the odd epoch acknowledged last
         self._prepared: Topology | None = None  # the topology that we are ready to run
@@ -85,12 +86,24 @@ class Rank:
         self._adopt_link()
         if self._group is None or self._group.epoch != epoch:
             return self._enter(epoch)
-        plan = self._link.next_plan() if self._link is not None else None
+        plan = self._next_plan()
         if plan is None and not self._group.peer_waits():
             self._service.row.phase = ProcessPhase.READY
             return False
         self._step(self._group, plan)
         return True
+
+    def _next_plan(self) -> StepPlan | None:
+        """The next plan to run. One made without knowing of an abandoned step is abandoned with it."""
+        while self._link is not None and (plan := self._link.next_plan()) is not None:
+            if plan.seen >= self._aborted:
+                return plan
+            self._abandon(plan)
+        return None
+
+    def _abandon(self, plan: StepPlan) -> None:
+        self._aborted = plan.seq
+        self._answer(StepResult(plan.seq, aborted=True))
 
     def _step(self, group: Group, plan: StepPlan | None) -> None:
         self._service.row.phase = ProcessPhase.BUSY
@@ -102,7 +115,7 @@ class Rank:
                 self._answer(self._backend.run(plan))
         except EpochChanged:
             if plan is not None:
-                self._answer(StepResult(plan.seq, aborted=True))
+                self._abandon(plan)
             return
         self._row.steps_run += 1
         self._report_counts()
@@ -123,7 +136,7 @@ class Rank:
             return
         if self._link is not None:
             self._link.close()
-        self._link, self._link_number = link, number
+        self._link, self._link_number, self._aborted = link, number, 0
         self._backend.reset()
         link.send_result(self._backend.hello())
         self._service.log.info("link adopted", scheduler=number >> 32, number=number & 0xFFFFFFFF)

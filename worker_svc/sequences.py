@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from phalanx.kernels.reference.sampling_rows import Ragged, SamplingRows
@@ -11,20 +10,13 @@ from phalanx.protocol.messages import Sampling
 from phalanx.protocol.steps import NewSequence, StepPlan
 from phalanx.worker_svc.model.batch import StepBatch
 from phalanx.worker_svc.model.caches import BLOCK_TOKENS, NULL_BLOCK
-
-Int = npt.NDArray[np.int64]
-
-
-def ints(encoded: bytes) -> Int:
-    """int32 bytes of a plan as int64."""
-    return np.frombuffer(encoded, np.int32).astype(np.int64)
+from phalanx.worker_svc.slots import Int, PlanRows, Slots, ints
 
 
 class Sequences:
     """Block tables, token history and sampling parameters; a slot is a row in every array.
 
-    A plan is applied in two moments: `admit` and `extend` only add (a plan that is abandoned and
-    planned again adds the same), and what a step produces is written by the caches' commit.
+    `admit` and `batch` only add; `retract` takes back what they added for a step that is abandoned.
     """
 
     def __init__(self, num_slots: int, history: torch.Tensor, eos_token_id: int) -> None:
@@ -32,7 +24,7 @@ class Sequences:
         self.block_table = np.full((num_slots, max_blocks), NULL_BLOCK, np.int64)
         self.num_blocks = np.zeros(num_slots, np.int64)
         self.copy_keys = np.zeros(num_slots, np.int64)
-        self.num_prompt = np.zeros(num_slots, np.int64)
+        self.slots = Slots(num_slots)
         self.history = history  # int32 [num_slots, max positions]
         self.sampling: list[Sampling] = [Sampling()] * num_slots
         self._eos = eos_token_id
@@ -46,7 +38,7 @@ class Sequences:
         self.block_table[slot] = NULL_BLOCK
         self.num_blocks[slot] = 0
         self.copy_keys[slot] = new.copy_key
-        self.num_prompt[slot] = new.num_prompt
+        self.slots.admit(new)
         self.history[slot, : len(tokens)] = torch.from_numpy(tokens.copy())
         self.sampling[slot] = sampling
         self._floats[slot] = torch.tensor(
@@ -65,22 +57,21 @@ class Sequences:
             (sampling.seed or 0, sampling.top_k, sampling.min_tokens, end_bans)
         )
 
-    def batch(self, plan: StepPlan) -> StepBatch:
+    def batch(self, plan: StepPlan) -> tuple[StepBatch, PlanRows]:
         """The plan's rows for the model. Adds the plan's blocks to the tables."""
-        slots, starts, lengths = ints(plan.slots), ints(plan.starts), ints(plan.seqlens_q)
-        self._extend(slots, ints(plan.block_counts), ints(plan.block_ids))
-        cu = np.concatenate(([0], np.cumsum(lengths)))
-        sampled = np.frombuffer(plan.sample, np.uint8).astype(bool)
-        columns = int(self.num_blocks[slots].max(initial=0))
-        return StepBatch(
-            slot_ids=slots,
-            starts=starts,
-            cu_seqlens_q=cu,
-            token_ids=ints(plan.token_ids),
-            block_table=self.block_table[slots, :columns],
-            logit_rows=cu[1:][sampled] - 1,
-            copy_keys=self.copy_keys[slots],
+        rows = self.slots.resolve(plan)
+        self._extend(rows.slots, ints(plan.block_counts), ints(plan.block_ids))
+        columns = int(self.num_blocks[rows.slots].max(initial=0))
+        batch = StepBatch(
+            slot_ids=rows.slots,
+            starts=rows.starts,
+            cu_seqlens_q=rows.cu,
+            token_ids=rows.token_ids,
+            block_table=self.block_table[rows.slots, :columns],
+            logit_rows=rows.sample_rows,
+            copy_keys=self.copy_keys[rows.slots],
         )
+        return batch, rows
 
     def _extend(self, slots: Int, counts: Int, block_ids: Int) -> None:
         at = 0
@@ -115,7 +106,7 @@ class Sequences:
             repetition_penalty=floats[:, 3].float(),
             presence_penalty=floats[:, 4].float(),
             frequency_penalty=floats[:, 5].float(),
-            num_outputs=position - torch.from_numpy(self.num_prompt[slots]),
+            num_outputs=position - torch.from_numpy(self.slots.num_prompt[slots]),
             min_tokens=whole[:, 2],
             first_n_no_eos=whole[:, 3],
             outputs=self._outputs(slots, positions, chosen),
@@ -130,7 +121,7 @@ class Sequences:
     def _outputs(self, slots: Int, positions: Int, chosen: Sequence[Sampling]) -> Ragged:
         """Tokens made so far, for the rows that have a penalty."""
         lists: list[list[int]] = [
-            self.history[slot, self.num_prompt[slot] : position].tolist()
+            self.history[slot, self.slots.num_prompt[slot] : position].tolist()
             if (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1.0, 0.0, 0.0)
             else []
             for slot, position, s in zip(slots, positions, chosen, strict=True)
