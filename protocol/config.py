@@ -17,6 +17,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64  # running sequences of one rank
     max_num_batched_tokens: int = 1024  # rows of one step, prefill and decode together
     prefill_watermark: float = 0.9  # prefill starts only while the KV pool is at most this full
+    async_steps: bool = True  # plan the next step while one runs
     max_waiting: int = 4096  # sequences queued at one rank; beyond: `overloaded`
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from phalanx.protocol.arena import SHM, Arena, arena_name, names
 from phalanx.protocol.errors import ArenaError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
 _ALIGN = 64
 _READ_ATTEMPTS = 200
@@ -74,6 +74,9 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("blocks", "<i4"),  # KV blocks it owns
     ("told", "<i4"),  # of these, how many its worker knows
     ("committed", "<i4"),  # tokens whose KV is written
+    ("planned", "<i4"),  # the same once every plan under way is done, all drafts accepted
+    ("in_flight", "<i4"),  # plans under way that contain it
+    ("predicted", "<i4"),  # outputs that the client predicted: drafts
     ("last_token", "<i4"),
 )
 _HEADER_BYTES = -(-HEADER.itemsize // _ALIGN) * _ALIGN
@@ -111,6 +114,9 @@ class QueueTable:
     blocks: npt.NDArray[np.int32]
     told: npt.NDArray[np.int32]
     committed: npt.NDArray[np.int32]
+    planned: npt.NDArray[np.int32]
+    in_flight: npt.NDArray[np.int32]
+    predicted: npt.NDArray[np.int32]
     last_token: npt.NDArray[np.int32]
 
     def __init__(self, data: memoryview, rows: int) -> None:

@@ -28,6 +28,7 @@ class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
     block_arena: str  # KV block i lies at i * block_bytes
     snapshot_arena: str  # staging for window states; region i at i * slot_bytes
     num_snapshots: int
+    max_drafts: int  # draft rows of one sequence that the rings can take back
     fingerprint: str
 
 

@@ -31,59 +31,54 @@ class Commit:
 def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     """Enter the step's tokens. Sequences that ended while it was in flight get nothing."""
     t, done = rank.t, Commit()
-    t.committed[flight.rows] += 1
-    t.told[flight.rows] = flight.told
-    for chunk in flight.chunks:
-        _commit_chunk(rank, chunk.sequence, chunk.end)
-    firsts = [chunk.sequence for chunk in flight.chunks if chunk.samples]
-    sampled = flight.decoders + firsts
-    rows = flight.rows
-    if firsts:
-        rows = np.concatenate((rows, np.array([s.row for s in firsts], np.intp)))
+    rows, firsts = flight.decoders.rows, [c.sequence for c in flight.chunks if c.samples]
+    counts = np.frombuffer(result.counts, np.uint8).astype(np.int32)
     tokens = np.frombuffer(result.tokens, np.int32)
     status = np.frombuffer(result.status, np.uint8)
-    assert len(tokens) == len(status) == len(sampled), "the result is not one of this plan"
-    for sequence in firsts:
-        if sequence.finish is None:
-            rank.to_decode(sequence)
-    logprobs = result.logprobs or (None,) * len(sampled)
+    sampled = len(rows) + len(firsts)
+    assert len(counts) == len(status) == sampled, "the result is not one of this plan"
+    assert int(counts.sum()) == len(tokens), "the result's counts are not its tokens"
+    accepted = np.maximum(counts[: len(rows)], 1)  # a row whose sample failed was computed, too
+    t.committed[rows] += accepted
+    t.planned[rows] -= flight.decoders.drafts + 1 - accepted
+    t.in_flight[rows] -= 1
+    for chunk in flight.chunks:
+        t.committed[chunk.sequence.row] = chunk.end
+        t.in_flight[chunk.sequence.row] -= 1
+    sequences = flight.decoders.sequences + firsts
+    if firsts:
+        rows = np.concatenate((rows, np.array([s.row for s in firsts], np.intp)))
     alive = t.state[rows] == State.RUNNING
-    good = alive & (status == 0)
-    if not good.all():
-        for place in np.flatnonzero(alive & (status != 0)):
-            sequence = sampled[place]
-            done.ended.append(
-                (sequence, "error", *sample_error(int(status[place]), len(sequence.outputs)))
-            )
-        places = np.flatnonzero(good)
-        rows, tokens = rows[places], tokens[places]
-        sampled = [sampled[place] for place in places]
-        logprobs = tuple(logprobs[place] for place in places)
-    _enter_tokens(rank, sampled, rows, tokens, logprobs, done)
+    logprobs = result.logprobs or (None,) * len(tokens)
+    if alive.all() and not status.any() and len(tokens) == sampled:
+        _enter_one_each(rank, sequences, rows, tokens, logprobs, done)
+        return done
+    ends = np.cumsum(counts)
+    for place in np.flatnonzero(alive):
+        span = slice(int(ends[place] - counts[place]), int(ends[place]))
+        ended = _enter_several(rank, sequences[place], tokens[span].tolist(), logprobs[span], done)
+        if status[place] and not ended:
+            sequence = sequences[place]
+            why = sample_error(int(status[place]), len(sequence.outputs))
+            done.ended.append((sequence, "error", *why))
     return done
 
 
-def _commit_chunk(rank: Rank, sequence: Sequence, end: int) -> None:
-    row = sequence.row
-    rank.t.committed[row] = end
-    rank.t.told[row] = rank.t.blocks[row]
-    sequence.known = True
-
-
-def _enter_tokens(
+def _enter_one_each(
     rank: Rank,
-    sampled: list[Sequence],
+    sequences: list[Sequence],
     rows: Rows,
     tokens: npt.NDArray[np.int32],
     logprobs: tuple[TokenLogprobs | None, ...],
     done: Commit,
 ) -> None:
+    """The common step: everybody gets one token."""
     t = rank.t
     t.output_tokens[rows] += 1
     t.last_token[rows] = tokens
     stopped, full = stop_now(t, rows, tokens)
     ends = (stopped | full).tolist()
-    places = zip(sampled, tokens.tolist(), ends, stopped.tolist(), logprobs, strict=True)
+    places = zip(sequences, tokens.tolist(), ends, stopped.tolist(), logprobs, strict=True)
     for sequence, token, end, stop, logprob in places:
         offset = len(sequence.outputs)
         sequence.outputs.append(token)
@@ -109,3 +104,53 @@ def _enter_tokens(
                 logprobs=kept,
             )
         )
+
+
+def _enter_several(
+    rank: Rank,
+    sequence: Sequence,
+    tokens: list[int],
+    logprobs: tuple[TokenLogprobs | None, ...],
+    done: Commit,
+) -> bool:
+    """Tokens of a step with accepted drafts; those after one that ends the sequence do not count.
+
+    Returns whether it ended.
+    """
+    t, row, offset = rank.t, sequence.row, len(sequence.outputs)
+    reason: FinishReason | None = None
+    for token in tokens:
+        sequence.outputs.append(token)
+        count = len(sequence.outputs)
+        if (
+            token == t.end_token[row]
+            and count >= t.min_tokens[row]
+            or sequence.sampling.stop_token_ids
+            and hits_stop_id(sequence, token)
+        ):
+            reason = "stop"
+        elif count >= t.max_tokens[row]:
+            reason = "length"
+        if reason is not None:
+            break
+    new = sequence.outputs[offset:]
+    if not new:
+        return False
+    t.output_tokens[row] += len(new)
+    t.last_token[row] = new[-1]
+    kept = tuple(logprob for logprob in logprobs[: len(new)] if logprob is not None)
+    sequence.logprobs += kept
+    if reason is not None:
+        done.ended.append((sequence, reason, None, ""))
+    done.items.append(
+        TokensItem(
+            sequence.request_id,
+            sequence.index,
+            sequence.attempt,
+            offset,
+            tuple(new),
+            reason,
+            logprobs=kept,
+        )
+    )
+    return reason is not None

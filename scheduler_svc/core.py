@@ -50,13 +50,13 @@ from phalanx.scheduler_svc.events import (
 from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.load import LoadReport
 from phalanx.scheduler_svc.offload import Offload
-from phalanx.scheduler_svc.plan import Flight, make_plan
+from phalanx.scheduler_svc.plan import Flight, make_plan, retract
 from phalanx.scheduler_svc.prefill import take_chunks
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import Key, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
-FLIGHTS_MAX = 1  # plans under way at once
+FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
 
 
 class Scheduler:
@@ -84,6 +84,11 @@ class Scheduler:
         self._membership = Membership(0, False)
         self._fences: list[tuple[int, Sequence]] = []  # (plan, ended sequence that it still writes)
         self._finals = Finals()
+        self._flights_max = FLIGHTS_MAX if config.async_steps else 1
+        # After an abandoned step no plan is made until all under way have come back: they are
+        # abandoned, too, and so would be one that was made before that is known.
+        self._draining = False
+        self._seen = 0  # the newest result
         self._serial = 0
         self._plan_seq = 0
         self._tokens_seq = 0
@@ -127,7 +132,7 @@ class Scheduler:
         self.table.begin()
         if self.store is not None:
             self.store.expire(now_ns)
-        if self.accepting and len(self.flights) < FLIGHTS_MAX:
+        if self.accepting and not self._draining and len(self.flights) < self._flights_max:
             plan = self._plan(now_ns)
             if plan is not None:
                 actions.plans.append(plan)
@@ -263,6 +268,7 @@ class Scheduler:
             del self.sequences[sequence.key]
         self.flights.clear()
         self._fences.clear()
+        self._draining, self._seen = False, self._plan_seq
         if self.store is not None:
             self._store_call = self.store.next_call
             self.store = None
@@ -271,22 +277,31 @@ class Scheduler:
         self._membership = membership
 
     def _plan(self, now_ns: int) -> StepPlan | None:
-        decoders, rows = take_decoders(self.rank)
+        assert self.worker is not None
+        budget = self.config.max_num_batched_tokens
+        decoders = take_decoders(
+            self.rank,
+            budget=budget,
+            max_drafts=self.worker.max_drafts,
+            idle=not self.flights,
+        )
+        if decoders is None:
+            return None
         store = self.store
         chunks = take_chunks(
             self.rank,
-            self.config.max_num_batched_tokens - len(decoders),
+            budget - decoders.num_rows,
             max_num_seqs=self.config.max_num_seqs,
             watermark=self.config.prefill_watermark,
             cut_at=(lambda s: store.cut_at(s, now_ns)) if store is not None else (lambda s: 0),
         )
-        if not decoders and not chunks:
+        if not decoders.sequences and not chunks:
             return None
         if store is not None:
             for chunk in chunks:
                 store.claim(chunk, now_ns)
         self._plan_seq += 1
-        plan, flight = make_plan(self._plan_seq, self.rank.t, decoders, rows, chunks)
+        plan, flight = make_plan(self._plan_seq, self._seen, self.rank, decoders, chunks)
         self.flights.append(flight)
         return plan
 
@@ -295,8 +310,12 @@ class Scheduler:
             self.stale_results += 1
             return
         flight = self.flights.popleft()
-        if not result.aborted:
+        self._seen = flight.seq
+        if result.aborted:
+            retract(self.rank, flight)
+        else:
             self._commit(commit(self.rank, flight, result), now_ns)
+        self._draining = bool(self.flights) and (self._draining or result.aborted)
         self._keep_states(flight, result.aborted)
         self._open_fences(flight.seq)
 
@@ -345,8 +364,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
         self.rank.leave(sequence)
-        fence = max((f.seq for f in self.flights if f.holds(sequence)), default=0)
-        if fence:
+        if self.rank.t.in_flight[sequence.row]:
+            fence = max(flight.seq for flight in self.flights if flight.holds(sequence))
             self.rank.t.state[sequence.row] = State.ENDING
             self._fences.append((fence, sequence))
         else:

@@ -1,15 +1,18 @@
-"""Decisions to bytes: one step's plan for the worker, and what to remember until its result. Pure."""
+"""Decisions to bytes: one step's plan for the worker, and what to remember until its result. Pure.
+
+Making a plan changes the state to what it will be once the step is done with every draft accepted; a
+result corrects it (`commit.py`), an abandoned step takes it back (`retract`).
+"""
 
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from phalanx.protocol.queues import QueueTable
 from phalanx.protocol.steps import NewSequence, StepPlan
-from phalanx.scheduler_svc.rank import Chunk
-from phalanx.scheduler_svc.state import Rows, Sequence
+from phalanx.scheduler_svc.decode import Decoders, Int32
+from phalanx.scheduler_svc.rank import Chunk, Rank
+from phalanx.scheduler_svc.state import Sequence
 
 
 @dataclass(slots=True)
@@ -17,43 +20,86 @@ class Flight:
     """A plan under way. Its rows of the table and its blocks belong to it until its result."""
 
     seq: int
-    decoders: list[Sequence]
-    rows: Rows  # of the decoders
-    told: npt.NDArray[np.int32]  # blocks of each decoder that the worker knows once it is done
+    decoders: Decoders
+    decoder_blocks: Int32  # that the worker learns with it, for each decoder
     chunks: list[Chunk]
+    chunk_blocks: list[int]  # likewise
+    new: list[Sequence]  # sequences that the worker meets with it
 
     def holds(self, sequence: Sequence) -> bool:
-        return sequence in self.decoders or any(c.sequence is sequence for c in self.chunks)
+        return sequence in self.decoders.sequences or any(
+            chunk.sequence is sequence for chunk in self.chunks
+        )
 
 
 def make_plan(
-    seq: int, t: QueueTable, decoders: list[Sequence], rows: Rows, chunks: list[Chunk]
+    seq: int, seen: int, rank: Rank, decoders: Decoders, chunks: list[Chunk]
 ) -> tuple[StepPlan, Flight]:
-    """Decoders first (one row each, all sampled), then the chunks."""
+    """Decoders first (all sampled), then the chunks."""
+    t, rows, drafts = rank.t, decoders.rows, decoders.drafts
     blocks = t.blocks[rows]
     more = blocks - t.told[rows]
     block_ids = [
         block
         for place in np.flatnonzero(more)
-        for block in decoders[place].blocks[int(blocks[place] - more[place]) :]
+        for block in decoders.sequences[place].blocks[int(blocks[place] - more[place]) :]
     ]
     told = [int(t.told[chunk.sequence.row]) for chunk in chunks]
     for chunk, known in zip(chunks, told, strict=True):
         block_ids += chunk.sequence.blocks[known:]
     added = [len(c.sequence.blocks) - known for c, known in zip(chunks, told, strict=True)]
+    new = [chunk.sequence for chunk in chunks if not chunk.sequence.known]
+    none = bytes(len(chunks))
     plan = StepPlan(
         seq=seq,
-        new=tuple(_new(chunk.sequence) for chunk in chunks if not chunk.sequence.known),
+        seen=seen,
+        new=tuple(map(_new, new)),
         slots=t.slot[rows].tobytes() + _int32([c.sequence.slot for c in chunks]),
-        starts=t.committed[rows].tobytes() + _int32([c.start for c in chunks]),
-        seqlens_q=np.ones(len(rows), np.int32).tobytes() + _int32([c.count for c in chunks]),
+        starts=t.planned[rows].tobytes() + _int32([c.start for c in chunks]),
+        seqlens_q=(drafts + 1).tobytes() + _int32([c.count for c in chunks]),
+        drafts=drafts.astype(np.uint8).tobytes() + none,
         sample=b"\1" * len(rows) + bytes(c.samples for c in chunks),
+        carry=(t.in_flight[rows] > 0).tobytes() + none,
         token_ids=t.last_token[rows].tobytes() + b"".join(map(_token_ids, chunks)),
         block_counts=more.tobytes() + _int32(added),
         block_ids=_int32(block_ids),
         snapshots=tuple((c.sequence.slot, c.region) for c in chunks if c.region >= 0),
     )
-    return plan, Flight(seq, list(decoders), rows, blocks, chunks)
+    flight = Flight(seq, decoders, more, chunks, added, new)
+    _expect(rank, flight)
+    return plan, flight
+
+
+def _expect(rank: Rank, flight: Flight) -> None:
+    t, rows = rank.t, flight.decoders.rows
+    t.planned[rows] += flight.decoders.drafts + 1
+    t.in_flight[rows] += 1
+    t.told[rows] += flight.decoder_blocks
+    for chunk, blocks in zip(flight.chunks, flight.chunk_blocks, strict=True):
+        row = chunk.sequence.row
+        t.planned[row] += chunk.count
+        t.in_flight[row] += 1
+        t.told[row] += blocks
+        chunk.sequence.known = True
+        if chunk.samples:
+            rank.to_decode(chunk.sequence)
+
+
+def retract(rank: Rank, flight: Flight) -> None:
+    """The step was abandoned: everything is as before its plan, but for blocks that were taken."""
+    t, rows = rank.t, flight.decoders.rows
+    t.planned[rows] -= flight.decoders.drafts + 1
+    t.in_flight[rows] -= 1
+    t.told[rows] -= flight.decoder_blocks
+    for chunk, blocks in zip(flight.chunks, flight.chunk_blocks, strict=True):
+        sequence = chunk.sequence
+        t.planned[sequence.row] -= chunk.count
+        t.in_flight[sequence.row] -= 1
+        t.told[sequence.row] -= blocks
+        if chunk.samples and sequence.finish is None:
+            rank.to_prefill(sequence)
+    for sequence in flight.new:
+        sequence.known = False
 
 
 def _new(sequence: Sequence) -> NewSequence:

@@ -61,7 +61,7 @@ def may_start(rank: Rank, sequence: Sequence, max_num_seqs: int, watermark: floa
 
 
 def _chunk(rank: Rank, sequence: Sequence, budget: int, cut: int) -> Chunk:
-    start, total = int(rank.t.committed[sequence.row]), sequence.num_tokens
+    start, total = int(rank.t.planned[sequence.row]), sequence.num_tokens
     end = min(total, start + budget)
     if start < cut < end:
         end = cut

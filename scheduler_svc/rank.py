@@ -84,18 +84,29 @@ class Rank:
         self.t.phase[sequence.row] = Phase.DECODE
         self._rows = None
 
-    def grow(self, sequence: Sequence) -> None:
-        """One more block for a decoding sequence. The caller has looked at the pool."""
-        sequence.blocks += self.pool.allocate(1)
+    def to_prefill(self, sequence: Sequence) -> None:
+        """Its last chunk was abandoned: the next prompt to go on."""
+        self.decoding.remove(sequence)
+        self.prefilling.insert(0, sequence)
+        self.t.phase[sequence.row] = Phase.PREFILL
+        self._rows = None
+
+    def grow(self, sequence: Sequence, count: int) -> None:
+        """More blocks for a decoding sequence. The caller has looked at the pool."""
+        sequence.blocks += self.pool.allocate(count)
         self.t.blocks[sequence.row] = len(sequence.blocks)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Back to the waiting queue without blocks and slot; all its tokens will be computed again."""
+        """Back to the waiting queue without blocks and slot; all its tokens will be computed again.
+
+        No plan under way may contain it.
+        """
+        assert self.t.in_flight[sequence.row] == 0
         row = sequence.row
         self.leave(sequence)
         self.free(sequence)
         sequence.known = False
-        self.t.committed[row] = 0
+        self.t.committed[row] = self.t.planned[row] = 0
         self.t.preemptions[row] += 1
         self.t.state[row], self.t.phase[row] = State.WAITING, Phase.PREEMPTED
         sequence.order = (0, *sequence.order[1:])  # as a resumed one: ahead of arrivals

@@ -32,7 +32,6 @@ class Sequence:
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     known: bool = False  # its worker has it in its slot
-    in_flight: int = 0  # plans under way that contain it
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # after the resumed outputs
     finish: FinishReason | None = None
     code: Code | None = None
@@ -121,8 +120,11 @@ class Table:
         t.min_tokens[row] = min(sequence.sampling.min_tokens, sequence.max_outputs + 1)
         t.end_token[row] = -1 if sequence.sampling.ignore_eos else end_token
         t.slot[row] = -1
-        for column in (t.cached_tokens, t.preemptions, t.blocks, t.told, t.committed, t.last_token):
+        for column in (t.cached_tokens, t.preemptions, t.blocks, t.told, t.last_token):
             column[row] = 0
+        for column in (t.committed, t.planned, t.in_flight):
+            column[row] = 0
+        t.predicted[row] = len(sequence.sampling.predicted_token_ids)
         t.phase[row] = Phase.RESUMED if sequence.outputs else Phase.QUEUED
         t.state[row] = State.WAITING
 

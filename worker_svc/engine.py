@@ -118,6 +118,7 @@ class Engine:
             block_arena=self._blocks.name,
             snapshot_arena=self._snapshots.name,
             num_snapshots=NUM_SNAPSHOTS,
+            max_drafts=config.dspark_block_size,
             fingerprint=self._fingerprint,
         )
 

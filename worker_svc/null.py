@@ -33,6 +33,7 @@ class NullBackend:
         text = raw["text_config"]
         self._vocab, self._max_len = text["vocab_size"], text["max_position_embeddings"]
         self._eos = raw["eos_token_id"]
+        self._max_drafts = text["dspark_block_size"]
         self._num_slots = config.scheduler.max_num_seqs
         self._incarnation = service.incarnation
         name = arena_name(config.node, f"kv{service.seat}", service.incarnation)
@@ -52,6 +53,7 @@ class NullBackend:
             block_arena=self._arena.name,
             snapshot_arena=self._arena.name,
             num_snapshots=0,
+            max_drafts=self._max_drafts,
             fingerprint=self.fingerprint,
         )
 
