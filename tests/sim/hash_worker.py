@@ -5,6 +5,7 @@ sequence in a ring, as the real worker keeps KV and window state. So a wrong blo
 shows as a wrong token. What an abandoned step may write, it does write: the rows of its positions.
 """
 
+import copy
 import zlib
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import NewSequence, StepPlan, StepResult, WorkerHello
+from phalanx.worker_svc.slots import PlanRows, Slots
 
 WINDOW, SPARE = 128, 6
 VOCAB, EOS = 61, 1
@@ -60,8 +62,9 @@ class HashWorker:
         self.blocks: Ints = np.full((num_blocks, BLOCK_SIZE), NOTHING, np.int64)
         self.rings: Ints = np.full((num_slots, ring), NOTHING, np.int64)
         self.snapshots: Ints = np.full((num_snapshots, ring), NOTHING, np.int64)
+        self.slots = Slots(num_slots)
+        self.aborted = 0  # seq of the newest abandoned plan
         self.tables: dict[int, list[int]] = {}
-        self.seeds: dict[int, int] = {}
         self.new: dict[int, NewSequence] = {}
 
     def hello(self) -> WorkerHello:
@@ -77,56 +80,78 @@ class HashWorker:
             block_arena="ph-sim-blocks",
             snapshot_arena="ph-sim-snapshots",
             num_snapshots=len(self.snapshots),
+            max_drafts=SPARE - 1,
             fingerprint="hash",
         )
 
     def run(self, plan: StepPlan, *, abandon: bool = False) -> StepResult:
-        """One step. With `abandon`, it writes what such a step may write and commits nothing."""
-        ints = {
-            name: np.frombuffer(getattr(plan, name), np.int32).astype(int).tolist()
-            for name in ("slots", "starts", "seqlens_q", "token_ids", "block_counts", "block_ids")
-        }
+        """One step. With `abandon`, it writes what such a step may write and commits nothing.
+
+        A plan that did not know of an abandoned one is abandoned with it, as the real worker does.
+        """
+        if plan.seen < self.aborted:
+            self.aborted = plan.seq
+            return StepResult(plan.seq, aborted=True)
         new = {sequence.slot: sequence for sequence in plan.new}
-        tables = {slot: list(self.tables.get(slot, ())) for slot in ints["slots"]}
+        slots = copy.deepcopy(self.slots) if abandon else self.slots
+        for sequence in plan.new:
+            slots.admit(sequence)
+        rows = slots.resolve(plan)
+        tables = {slot: list(self.tables.get(slot, ())) for slot in rows.slots.tolist()}
         for slot in new:
             tables[slot] = []
-        sampled: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
-        row = added = 0
-        for i, slot in enumerate(ints["slots"]):
-            start, count = ints["starts"][i], ints["seqlens_q"][i]
-            more = ints["block_counts"][i]
-            tables[slot] += ints["block_ids"][added : added + more]
-            added += more
-            rows = np.array(ints["token_ids"][row : row + count], np.int64)
-            row += count
-            kept = entries(rows, start)
+        ids = np.frombuffer(plan.block_ids, np.int32).tolist()
+        for slot, more in zip(
+            rows.slots.tolist(), np.frombuffer(plan.block_counts, np.int32).tolist(), strict=True
+        ):
+            tables[slot] += ids[:more]
+            del ids[:more]
+        steps = []  # (slot, start, entries of all rows)
+        for i, slot in enumerate(rows.slots.tolist()):
+            start = int(rows.starts[i])
+            kept = entries(rows.token_ids[rows.cu[i] : rows.cu[i + 1]], start)
+            steps.append((slot, start, kept))
             self._write(tables[slot], start, kept)
-            if abandon:
-                if count == 1:  # drafts would have been written beside it
-                    places = np.arange(start, start + SPARE) % self.ring
-                    self.rings[slot, places] = NOTHING
-                continue
-            self._write_ring(slot, start, kept)
-            if plan.sample[i]:
-                sequence = new.get(slot) or self.new[slot]
-                token = self._next(slot, tables[slot], start + count, sequence.sampling.seed or 0)
-                sampled.append(token)
-                wanted = sequence.sampling.logprobs is not None
-                logprobs.append(TokenLogprobs(-float(token)) if wanted else None)
+            if abandon and len(kept) <= SPARE:  # its rows may be in the ring, drafts included
+                places = np.arange(start, start + SPARE) % self.ring
+                self.rings[slot, places] = NOTHING
         if abandon:
+            self.aborted = plan.seq
             return StepResult(plan.seq, aborted=True)
         self.tables.update(tables)
         self.new.update(new)
+        tokens = []
+        for at, i in enumerate(rows.sample_seqs.tolist()):
+            slot, start, kept = steps[i]
+            count = int(rows.positions[at]) - start
+            seed = self.new[slot].sampling.seed or 0
+            self._write_ring(slot, start, kept[:count])
+            tokens.append(self._next(slot, tables[slot], start + count, seed))
+        sampled = np.array(tokens, np.int64)
+        outcome = slots.settle(rows, sampled, np.zeros(len(sampled), np.uint8))
+        for (slot, start, kept), count in zip(steps, outcome.accepted.tolist(), strict=True):
+            if start + len(kept) > start + count:  # rejected drafts: their entries are dirt
+                places = np.arange(start + count, start + len(kept)) % self.ring
+                self.rings[slot, places] = NOTHING
+            self._write_ring(slot, start, kept[:count])
         for slot, region in plan.snapshots:
             self.snapshots[region] = self.rings[slot]
+        logprobs = [
+            TokenLogprobs(-float(sampled[at])) if self._wants(rows, at) else None
+            for at in outcome.kept.tolist()
+        ]
         return StepResult(
             plan.seq,
             aborted=False,
-            tokens=np.array(sampled, np.int32).tobytes(),
-            status=bytes(len(sampled)),
+            counts=outcome.counts.astype(np.uint8).tobytes(),
+            tokens=sampled[outcome.kept].astype(np.int32).tobytes(),
+            status=outcome.status.tobytes(),
             logprobs=tuple(logprobs) if any(logprobs) else (),
         )
+
+    def _wants(self, rows: PlanRows, at: int) -> bool:
+        slot = int(rows.slots[rows.sample_seqs[at]])
+        return self.new[slot].sampling.logprobs is not None
 
     def _write(self, table: list[int], start: int, kept: Ints) -> None:
         positions = np.arange(start, start + len(kept))

@@ -38,7 +38,14 @@ from phalanx.scheduler_svc.events import (
     WorkerLost,
 )
 from phalanx.scheduler_svc.state import Sequence
-from sim.hash_worker import MAX_MODEL_LEN, VOCAB, WINDOW, HashWorker, entries
+from sim.hash_worker import (
+    MAX_MODEL_LEN,
+    VOCAB,
+    WINDOW,
+    HashWorker,
+    entries,
+    fault_free,
+)
 from sim.scheduler_checks import check
 from sim.scheduler_gateway import ModelGateway, Request
 
@@ -86,6 +93,7 @@ class Options(msgspec.Struct, frozen=True):
                 max_num_batched_tokens=rng.choice((17, 40, 130, 400)),
                 prefill_watermark=rng.choice((0.5, 0.9, 1.0)),
                 max_waiting=rng.choice((2, 20)),
+                async_steps=rng.random() < 0.75,
             ),
             store=rng.random() < 0.5,
             step_ns=rng.choice((1, 5)) * MS,
@@ -109,6 +117,7 @@ class RankUnderTest:
         self.world, self.seat = world, seat
         self.incarnation = 0
         self.worker_incarnation = 0
+        self._free_ns = 0  # when the worker has done all its plans
         self.core: Scheduler
         self.worker: HashWorker | None = None
         self.old_results: list[StepResult] = []
@@ -182,12 +191,13 @@ class RankUnderTest:
     def _run(self, plan: StepPlan) -> None:
         worker, core = self.worker, self.core
         assert worker is not None, "a plan without a worker"
-        ids = np.frombuffer(plan.block_ids, np.int32).tolist()
-        slots = np.frombuffer(plan.slots, np.int32).tolist()
-        fresh = {new.slot for new in plan.new}
-        known = [b for s in slots if s not in fresh for b in worker.tables.get(s, ())]
-        self.writing[plan.seq] = {*ids, *known}
-        self.world.after(self.world.options.step_ns, lambda: self._finish_step(plan, worker, core))
+        flight = core.flights[-1]
+        writers = [*flight.decoders.sequences, *(chunk.sequence for chunk in flight.chunks)]
+        self.writing[plan.seq] = {block for sequence in writers for block in sequence.blocks}
+        # One step after the other, as they came.
+        self._free_ns = max(self._free_ns, self.world.now_ns) + self.world.options.step_ns
+        delay = self._free_ns - self.world.now_ns
+        self.world.after(delay, lambda: self._finish_step(plan, worker, core))
 
     def _finish_step(self, plan: StepPlan, worker: HashWorker, core: Scheduler) -> None:
         if worker is not self.worker or core is not self.core:
@@ -394,15 +404,26 @@ class World:
         prompt = [(first * (at + 3)) % VOCAB for at in range(length)]
         if shared and length > 1:
             prompt[-1] = number % VOCAB
+        seed = rng.randrange(1 << 32)
         sampling = Sampling(
-            seed=rng.randrange(1 << 32),
+            seed=seed,
             max_tokens=rng.choice((40, 150) if self.options.tight else (1, 2, 20, 40, 150)),
             min_tokens=rng.choice((0, 0, 5)),
             stop_token_ids=rng.choice(((), (), (3, 4))),
             ignore_eos=rng.random() < 0.7,
             logprobs=rng.choice((None, 0)),
+            predicted_token_ids=self._predicted(prompt, seed),
         )
         return Request(f"{number:032x}", rng.randrange(2), prompt, sampling)
+
+    def _predicted(self, prompt: list[int], seed: int) -> tuple[int, ...]:
+        """What comes, with mistakes; for half of the requests nothing."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            return ()
+        wrong = rng.choice((0.0, 0.2, 0.6, 1.0))
+        truth = fault_free(prompt, seed, rng.choice((3, 60, 170)))
+        return tuple((t + (rng.random() < wrong)) % VOCAB for t in truth)
 
     def _note_keys(self, request: Request) -> None:
         kept = entries(np.array(request.prompt, np.int64), 0)
