@@ -88,7 +88,7 @@ def full_scheduler(running: int, outputs: int) -> Scheduler:
     core = Scheduler(config, 0, 1, columns)
     blocks = running * (2 + (PROMPT_TOKENS + outputs) // 128) * 2
     core.handle(
-        WorkerHello(1, blocks, running, 1 << 20, 1000, 1, 1, 1, "ph-a", "ph-b", 0, "bench"), 0
+        WorkerHello(1, blocks, running, 1 << 20, 1000, 1, 1, 1, "ph-a", "ph-b", 0, 5, "bench"), 0
     )
     core.handle(Membership(2, True), 0)
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int32).tobytes()
@@ -110,4 +110,4 @@ def _decodes_all(plan: StepPlan, running: int) -> bool:
 def _answer(plan: StepPlan) -> StepResult:
     count = plan.sample.count(1)
     tokens = np.full(count, 7 + plan.seq % 50, np.int32).tobytes()
-    return StepResult(plan.seq, aborted=False, tokens=tokens, status=bytes(count))
+    return StepResult(plan.seq, False, b"\1" * count, tokens, bytes(count))

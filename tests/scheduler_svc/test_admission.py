@@ -48,7 +48,7 @@ def test_no_output_wanted() -> None:
 
 def test_larger_than_a_plan() -> None:
     story = Story(accepting=False)
-    hello = WorkerHello(1, 9999, 4, 1 << 21, VOCAB, 1, 1, 1, "ph-a", "ph-b", 0, "f")
+    hello = WorkerHello(1, 9999, 4, 1 << 21, VOCAB, 1, 1, 1, "ph-a", "ph-b", 0, 5, "f")
     story.event(hello, Membership(2, True))
     story.submit(0, 530_000)
     assert "524288" in refusal(story).message

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.protocol.queues import Phase, State
+from phalanx.scheduler_svc.plan import retract
 from sim.scheduler_story import Story
 
 
@@ -55,7 +56,7 @@ def test_preemption_at_every_step_gives_the_same_tokens() -> None:
         story.step(at)
         plan, story.plan = story.plan, None  # not sent: the worker never sees it
         assert plan is not None
-        story.core.flights.clear()
+        retract(story.core.rank, story.core.flights.pop())
         story.core.rank.preempt(story.core.rank.decoding[0])
         story.event()
         story.run()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,11 +15,15 @@ from phalanx.scheduler_svc import core as core_module
 from phalanx.scheduler_svc import decode as decode_module
 from phalanx.scheduler_svc import plan as plan_module
 from phalanx.scheduler_svc.blocks import BlockPool
+from phalanx.scheduler_svc.commit import Commit
 from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.decode import Decoders
 from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.offload import Offload
+from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Chunk, Rank
 from phalanx.scheduler_svc.state import Sequence
+from phalanx.worker_svc.slots import Slots
 from sim import hash_worker
 from sim.scheduler_world import World
 
@@ -80,11 +85,11 @@ def stale_result_accepted(patch: Patch) -> None:
 
     def gullible(self: Scheduler, answer: StepResult, now_ns: int) -> None:
         if self.flights:
-            same = [np.frombuffer(answer.tokens, np.int32)]
             flight = self.flights[0]
-            wanted = len(flight.decoders) + sum(chunk.samples for chunk in flight.chunks)
-            if answer.aborted or len(same[0]) == wanted:
-                answer = StepResult(flight.seq, answer.aborted, answer.tokens, answer.status)
+            decoders = len(flight.decoders.sequences)
+            wanted = decoders + sum(chunk.samples for chunk in flight.chunks)
+            if answer.aborted or len(answer.counts) == wanted:
+                answer = msgspec.structs.replace(answer, seq=flight.seq)
         result(self, answer, now_ns)
 
     patch.setattr(Scheduler, "_result", gullible)
@@ -152,50 +157,111 @@ def preempt_keeps_committed(patch: Patch) -> None:
     def keeps(self: Rank, sequence: Sequence) -> None:
         committed = self.t.committed[sequence.row]
         preempt(self, sequence)
-        self.t.committed[sequence.row] = committed
+        self.t.committed[sequence.row] = self.t.planned[sequence.row] = committed
 
     patch.setattr(Rank, "preempt", keeps)
 
 
 def abandoned_chunk_counts(patch: Patch) -> None:
     """A chunk of an abandoned step is taken for computed."""
-    result = Scheduler._result
 
-    def hasty(self: Scheduler, answer: StepResult, now_ns: int) -> None:
-        if answer.aborted and self.flights and self.flights[0].seq == answer.seq:
-            for chunk in self.flights[0].chunks:
-                if not chunk.samples and chunk.sequence.finish is None:
-                    commit_module._commit_chunk(self.rank, chunk.sequence, chunk.end)
-        result(self, answer, now_ns)
+    def hasty(rank: Rank, flight: Flight) -> None:
+        retract(rank, flight)
+        for chunk in flight.chunks:
+            if not chunk.samples and chunk.sequence.finish is None:
+                rank.t.committed[chunk.sequence.row] += chunk.count
+                rank.t.planned[chunk.sequence.row] += chunk.count
 
-    patch.setattr(Scheduler, "_result", hasty)
+    retract = plan_module.retract
+    patch.setattr(core_module, "retract", hasty)
 
 
 def abandoned_blocks_untold(patch: Patch) -> None:
     """Blocks of an abandoned step are not told again."""
-    make = plan_module.make_plan
 
-    def tells_once(seq: int, t: Any, *rest: Any) -> Any:
-        made = make(seq, t, *rest)
-        rows = rest[1]
-        t.told[rows] = t.blocks[rows]
-        return made
+    def tells_once(rank: Rank, flight: Flight) -> None:
+        retract(rank, flight)
+        rank.t.told[flight.decoders.rows] += flight.decoder_blocks
 
-    patch.setattr(core_module, "make_plan", tells_once)
+    retract = plan_module.retract
+    patch.setattr(core_module, "retract", tells_once)
 
 
 def no_block_at_the_border(patch: Patch) -> None:
     """A decoding sequence gets its next block one position late."""
 
-    def late(rank: Rank) -> Any:
-        rank.t.committed[rank.decode_rows] -= 1
+    def late(rank: Rank, found: Decoders) -> Any:
+        rank.t.planned[found.rows] -= 1
         try:
-            return take(rank)
+            return missing(rank, found)
         finally:
-            rank.t.committed[rank.decode_rows] += 1
+            rank.t.planned[found.rows] += 1
+
+    missing = decode_module._missing_blocks
+    patch.setattr(decode_module, "_missing_blocks", late)
+
+
+def no_block_for_drafts(patch: Patch) -> None:
+    """Blocks are taken for the first row alone."""
+
+    def short(rank: Rank, found: Decoders) -> Any:
+        drafts, found.drafts = found.drafts, np.zeros_like(found.drafts)
+        try:
+            return missing(rank, found)
+        finally:
+            found.drafts = drafts
+
+    missing = decode_module._missing_blocks
+    patch.setattr(decode_module, "_missing_blocks", short)
+
+
+def drafts_pass_unseen(patch: Patch) -> None:
+    """Every draft is taken for right."""
+    patch.setattr(Slots, "_passed", lambda self, rows, tokens, status: np.ones(len(tokens), bool))
+
+
+def rejected_drafts_stay_counted(patch: Patch) -> None:
+    """The scheduler believes in rows that the worker took back."""
+
+    def gullible(rank: Rank, flight: Flight, result: StepResult) -> Commit:
+        rows = flight.decoders.rows
+        planned = rank.t.planned[rows]
+        done = commit(rank, flight, result)
+        rank.t.planned[rows] = planned
+        return done
+
+    commit = commit_module.commit
+    patch.setattr(core_module, "commit", gullible)
+
+
+def plans_claim_to_know_everything(patch: Patch) -> None:
+    """A plan made before an abandoned step was known runs all the same."""
+
+    def boastful(seq: int, seen: int, *rest: Any) -> Any:
+        return make(seq, 1 << 40, *rest)
+
+    make = plan_module.make_plan
+    patch.setattr(core_module, "make_plan", boastful)
+
+
+def fence_opens_one_step_early(patch: Patch) -> None:
+    """Of two steps under way, the first gives the blocks back."""
+
+    def eager(self: Scheduler, seq: int) -> None:
+        opens(self, seq + 1)
+
+    opens = Scheduler._open_fences
+    patch.setattr(Scheduler, "_open_fences", eager)
+
+
+def preempts_under_a_step(patch: Patch) -> None:
+    """Blocks are taken from a sequence that a step under way still writes."""
+
+    def ruthless(rank: Rank, **options: Any) -> Any:
+        return take(rank, **{**options, "idle": True})
 
     take = decode_module.take_decoders
-    patch.setattr(core_module, "take_decoders", late)
+    patch.setattr(core_module, "take_decoders", ruthless)
 
 
 def same_submit_starts_again(patch: Patch) -> None:
@@ -260,8 +326,14 @@ PLANTED: list[tuple[Planter, int]] = [
     (abort_says_nothing, 20),
     (abort_lets_the_step_count, 20),
     (preempt_forgets_outputs, 40),
-    (preempt_keeps_the_slot_known, 20),
-    (preempt_keeps_committed, 20),
+    (preempt_keeps_the_slot_known, 100),
+    (preempt_keeps_committed, 100),
+    (no_block_for_drafts, 60),
+    (drafts_pass_unseen, 20),
+    (rejected_drafts_stay_counted, 20),
+    (plans_claim_to_know_everything, 60),
+    (fence_opens_one_step_early, 60),
+    (preempts_under_a_step, 60),
     (abandoned_chunk_counts, 20),
     (abandoned_blocks_untold, 40),
     (no_block_at_the_border, 10),

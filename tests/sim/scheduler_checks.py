@@ -22,3 +22,25 @@ def check(core: Scheduler) -> None:
     assert live == set(rows).difference(fenced), "a live sequence is in no queue"
     counted = rank.t.blocks[[s.row for s in holding]].tolist()
     assert counted == [len(s.blocks) for s in holding], "the table counts other blocks"
+    _check_flights(core)
+
+
+def _check_flights(core: Scheduler) -> None:
+    """What is under way is what the table says is under way."""
+    t = core.rank.t
+    rows: dict[int, int] = {}
+    plans: dict[int, int] = {}
+    for flight in core.flights:
+        decoders = flight.decoders
+        places = zip(decoders.rows.tolist(), decoders.drafts.tolist(), strict=True)
+        parts = [(row, drafts + 1) for row, drafts in places]
+        parts += [(chunk.sequence.row, chunk.count) for chunk in flight.chunks]
+        for row, count in parts:
+            rows[row] = rows.get(row, 0) + count
+            plans[row] = plans.get(row, 0) + 1
+    for row in core.table.by_row:
+        assert t.planned[row] == t.committed[row] + rows.get(row, 0), (
+            "rows under way are miscounted"
+        )
+        assert t.in_flight[row] == plans.get(row, 0), "plans under way are miscounted"
+        assert t.told[row] <= t.blocks[row]

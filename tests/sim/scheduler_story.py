@@ -45,7 +45,13 @@ class Story:
         accepting: bool = True,
         **config: float,
     ) -> None:
-        limits = {"max_num_seqs": 8, "max_num_batched_tokens": 1024, "max_waiting": 8, **config}
+        limits = {
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 1024,
+            "max_waiting": 8,
+            "async_steps": False,  # one plan at a time makes stories easier to tell
+            **config,
+        }
         self.config = msgspec.convert(limits, SchedulerConfig)
         rows = 2 * self.config.max_waiting + self.config.max_num_seqs
         self.columns = QueueTable.create(memoryview(bytearray(queue_bytes(rows))), rows, 3, 7)
@@ -115,12 +121,9 @@ class Story:
         plan, self.plan = self.plan, None
         result = self.worker.run(plan, abandon=abandon)
         if status:
-            codes = bytearray(result.status)
-            for place, code in status.items():
-                codes[place] = code
-            result = msgspec.structs.replace(result, status=bytes(codes))
+            result = failed(result, status)
         if forced >= 0:
-            tokens = np.full(len(result.status), forced, np.int32).tobytes()
+            tokens = np.full(len(result.tokens) // 4, forced, np.int32).tobytes()
             result = msgspec.structs.replace(result, tokens=tokens)
         self.now_ns += MS
         self.event(result)
@@ -180,3 +183,17 @@ def result_of(plan: StepPlan, token: int = 5) -> StepResult:
     count = plan.sample.count(1)
     tokens = np.full(count, token, np.int32).tobytes()
     return StepResult(plan.seq, aborted=False, tokens=tokens, status=bytes(count))
+
+
+def failed(result: StepResult, status: dict[int, int]) -> StepResult:
+    """The result, had the samples at these places failed: no token there, but a status."""
+    assert result.counts == b"\1" * len(result.counts), "for steps without drafts"
+    codes, counts = bytearray(result.status), bytearray(result.counts)
+    for place, code in status.items():
+        codes[place] = code
+        counts[place] = code == 0
+    kept = np.frombuffer(bytes(counts), np.uint8).astype(bool)
+    tokens = np.frombuffer(result.tokens, np.int32)[kept]
+    return msgspec.structs.replace(
+        result, counts=bytes(counts), tokens=tokens.tobytes(), status=bytes(codes)
+    )
