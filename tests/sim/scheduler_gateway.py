@@ -255,6 +255,9 @@ class ModelGateway:
 
     def _adopt(self, listed: SequenceList) -> None:
         """Of several copies of one sequence, that of the latest attempt."""
+        load = self.loads.get(listed.seat)
+        if load is not None and load.incarnation != listed.incarnation:
+            return
         for info in listed.items:
             request = self.requests[info.request_id, info.index]
             if request.over or request.placed or info.attempt < request.attempt:
