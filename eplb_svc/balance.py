@@ -1,11 +1,11 @@
 """Plans which experts get copies and where the copies go, from a window of counts. Pure, numpy only.
 
-Both stages are the seed's greedy ones: copies go to whatever lowers the hottest single copy most, and
-each copy, heaviest first, goes where the busiest rank stays lowest. Both score every step of the window
-by itself and then add, because ranks wait for each other at every step: two experts busy at different
-steps sit well together, whatever their totals.
+Both stages are the greedy ones of DeepSeek's engine: copies go to whatever lowers the hottest single
+copy most, and each copy, heaviest first, goes where the busiest rank stays lowest. Both score every
+step of the window by itself and then add, because ranks wait for each other at every step: two experts
+busy at different steps sit well together, whatever their totals.
 
-Where this differs from the seed: an expert never gets more copies than there are ranks, and never two
+Where this differs from DeepSeek's: an expert never gets more copies than there are ranks, and never two
 on one rank (`distinct`): a second copy there takes a slot and, with tokens split evenly over copies,
 draws more of its load to the same rank.
 
@@ -23,7 +23,7 @@ EMPTY = -1
 
 
 def startup_layout(experts: int, ranks: int, slots_per_rank: int) -> Layout:
-    """The seed's layout before any load is known: slots in order, then copies of experts 0, 1, ..."""
+    """DeepSeek's layout before any load is known: slots in order, then copies of experts 0, 1, ..."""
     _check_room(experts, ranks, slots_per_rank)
     return (np.arange(ranks * slots_per_rank) % experts).reshape(ranks, slots_per_rank)
 
@@ -33,7 +33,7 @@ def plan(counts: Counts, ranks: int, slots_per_rank: int, *, distinct: bool = Tr
 
     Args:
         counts: [steps, experts], one layer.
-        distinct: False gives the seed's plan exactly, two copies on a rank included.
+        distinct: False gives DeepSeek's plan exactly, two copies on a rank included.
 
     Raises:
         ValueError: more experts than slots.

@@ -1,4 +1,4 @@
-"""Edits of the logits before anything is drawn, in the seed's order.
+"""Edits of the logits before anything is drawn, in the order of DeepSeek's engine.
 
 Blocked ids, logit bias, penalties, then the bans on ending, then the grammar mask. Each edit touches
 single elements by (row, id), so no order of summation exists that a neighbour could change. An id

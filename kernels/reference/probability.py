@@ -2,7 +2,7 @@
 
 A token's weight is `exp((logit - max) / temperature)`, at most 1. Where weights are summed, they are
 first turned into integers, `floor(weight * 2**44)`: integer sums are the same in any order, for any
-batch and any vector width (the seed does the same with 2**31 of the normalised probability; scaling
+batch and any vector width (DeepInfer does the same with 2**31 of the normalised probability; scaling
 the weight saves a division and needs no total first). 2**18 tokens of weight 1 fit in int64.
 
 Every order is a total order: by logit, ties by lower token id.

@@ -1,17 +1,18 @@
 """From logits to tokens: a row's token is a pure function of its logits, settings, seed and position.
 
-The order is the seed's: edits of the logits (`penalties.py`), forced top-k, temperature, top-k, top-p,
-min-p (`probability.py`), logprobs, draw. No step adds floats across a row, so neither the other rows,
-their number and order, nor the row's place can change a bit; tests hold it to `==`.
+The order is that of DeepSeek's own engine, DeepInfer: edits of the logits (`penalties.py`), forced
+top-k, temperature, top-k, top-p, min-p (`probability.py`), logprobs, draw. No step adds floats across
+a row, so neither the other rows, their number and order, nor the row's place can change a bit; tests
+hold it to `==`.
 
 The draw is the Gumbel-max trick: the token with the largest `logit + Gumbel noise` follows the softmax
 distribution. Written with exponentials, `argmin(-log(u) / weight)`, it is the same token with half the
 logarithms. A token's noise does not depend on which others are kept, which is what lets a drafter
 with the same noise guess the same token (Daliri et al., arXiv 2408.07978).
 
-Where this differs from the seed: temperature 0 takes the largest logit (lower id on ties); there it
+Where this differs from DeepInfer: temperature 0 takes the largest logit (lower id on ties); there it
 becomes 1e-5 and the engine still draws, so near-equal tokens can both win. Positive temperatures are
-raised to at least 1e-5, so 1e-4 is sharp but finite. The seed inverts the cumulative distribution with
+raised to at least 1e-5, so 1e-4 is sharp but finite. DeepInfer inverts the cumulative distribution with
 one uniform a position; here each token has its own noise.
 """
 

@@ -1,4 +1,5 @@
-"""Plans: the seed's hand examples come out to the figure, every plan is legal, the bound is one."""
+"""Plans: worked examples of DeepSeek's planner come out to the figure, every plan is legal, the bound
+is one."""
 
 import itertools
 import random
@@ -27,7 +28,7 @@ def counts(*steps: list[int]) -> Counts:
     return np.array(steps, dtype=np.int64)
 
 
-# The seed gives the sums (rank loads, scores, figures), not the counts; these counts have those sums.
+# The examples give the sums (rank loads, scores, figures), not the counts; these counts have those sums.
 BY_HAND = counts([90, 20, 20, 40, 30], [90, 40, 40, 10, 20])
 WORSE = counts([20, 20, 40, 50, 20], [70, 30, 30, 20, 50])
 COMPLETE = counts([20, 20, 40, 120], [20, 40, 20, 100])

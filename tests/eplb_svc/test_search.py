@@ -11,7 +11,7 @@ from phalanx.eplb_svc.search import improve
 
 
 def test_greedy_made_it_worse_and_search_mends_it() -> None:
-    """The load on which the seed's planner goes from 1.057 to 1.114."""
+    """The load on which DeepSeek's planner goes from 1.057 to 1.114."""
     window = np.array([[20, 20, 40, 50, 20], [70, 30, 30, 20, 50]])
     planned = plan(window, 2, 3)
     assert round(moe_lb(window, planned), 3) == 1.114

@@ -1,4 +1,4 @@
-"""The pipeline row by row: the seed's worked examples, greedy, filters, bans, broken rows, logprobs."""
+"""The pipeline row by row: DeepInfer's examples, greedy, filters, bans, broken rows, logprobs."""
 
 import math
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_a_tie_at_the_edge_goes_to_the_lower_id() -> None:
 
 
 def test_first_token_cannot_be_the_end() -> None:
-    """As in the seed's traced request: the end token is banned for the first output only, and its
+    """As in a traced request of DeepInfer's: the end token is banned for the first output only, and its
     logprob is then minus infinity, which is to say it is not in the list."""
     logits, eos = [0.0, 0.0, 9.0], 2
     first = RowParams(first_n_no_eos=1)
@@ -120,7 +120,7 @@ def test_tiny_temperatures_stay_finite(temperature: float) -> None:
 
 
 def test_near_equal_logits_still_compete_at_the_smallest_temperature() -> None:
-    """The seed's 73% against 27%: two logits 1e-5 apart at temperature 1e-5. Here that is what 1e-5
+    """DeepInfer's 73% against 27%: two logits 1e-5 apart at temperature 1e-5. Here that is what 1e-5
     means, and 0 means the larger one always."""
     logits = [0.0, 1e-5]
     hot = distribution(logits, RowParams(temperature=1e-5))
@@ -172,7 +172,7 @@ def test_statuses_are_per_row() -> None:
 
 
 def test_grammar_blacklist_and_first_token_ban_together_block_everything() -> None:
-    """The seed's open case: there a device assert ends the process, here one row gets a status."""
+    """An open case in DeepInfer: there a device assert ends the process, here one row gets a status."""
     rows = [RowParams(blocked_ids=(0,), first_n_no_eos=1), RowParams()]
     mask = [[True, True, False], [True, True, True]]
     result = run([[1.0, 2.0, 3.0]] * 2, *rows, mask=mask, eos_id=1)

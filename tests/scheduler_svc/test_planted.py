@@ -96,7 +96,7 @@ def stale_result_accepted(patch: Patch) -> None:
 
 
 def abort_in_prefill_leaks(patch: Patch) -> None:
-    """The seed's bug: a prompt aborted between its chunks keeps blocks and slot."""
+    """A bug of DeepInfer's: a prompt aborted between its chunks keeps blocks and slot."""
     free = Rank.free
 
     def leaky(self: Rank, sequence: Sequence) -> None:
