@@ -70,6 +70,7 @@ class Sequences:
             block_table=self.block_table[rows.slots, :columns],
             logit_rows=rows.sample_rows,
             copy_keys=self.copy_keys[rows.slots],
+            prompt_lens=self.slots.num_prompt[rows.slots],
         )
         return batch, rows
 
