@@ -32,13 +32,12 @@ from phalanx.protocol.messages import (
     Usage,
 )
 from phalanx.protocol.rundir import CLIENT_SOCKET, endpoint
-from phalanx.services.client_core import (
-    ClientCore,
+from phalanx.services.client_core import ClientCore, Question
+from phalanx.services.client_flow import (
     Flow,
     GatewaySilent,
     NoNode,
     Prompt,
-    Question,
     RequestTimeout,
     Result,
     Spec,

@@ -21,7 +21,8 @@ from phalanx.protocol.messages import (
     StatsReply,
 )
 from phalanx.services.client import ANSWER_S, SILENCE_S, answer, connect, make_spec
-from phalanx.services.client_core import ClientCore, Flow, GatewaySilent, Prompt, Result, Spec
+from phalanx.services.client_core import ClientCore
+from phalanx.services.client_flow import Flow, GatewaySilent, Prompt, Result, Spec
 
 _FRAMES_PER_TURN = 200
 _FULL_S = 0.01  # until a full connection is offered the rest

@@ -11,9 +11,7 @@ The rules, which a client in any language may follow (`docs/protocol.md`):
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from operator import index
-from typing import cast
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,168 +22,33 @@ from phalanx.protocol.messages import (
     Abort,
     Accepted,
     Attach,
-    ChatMessage,
     ClientMessage,
     ClientReply,
     Delta,
     Done,
     Error,
     Final,
-    FinishReason,
-    Generate,
     Health,
     HealthReply,
-    Sampling,
     Stats,
     StatsReply,
-    TokenLogprobs,
-    Usage,
+)
+from phalanx.services.client_flow import (
+    MS,
+    REPEAT_NS_MIN,
+    Flow,
+    GatewaySilent,
+    Received,
+    RequestTimeout,
+    Spec,
 )
 
-MS = 1_000_000
 PING_NS = 1_000 * MS
 SCAN_NS = 50 * MS  # how often timers are looked at: thousands of requests share one client
-REPEAT_NS_MIN, REPEAT_NS_MAX = 5_000 * MS, 30_000 * MS  # of unanswered and of quiet requests
+REPEAT_NS_MAX = 30_000 * MS  # of unanswered and of quiet requests, at last
 SILENT_NS = 3 * PING_NS  # a gateway heard again after this long is asked for everything open
 REATTACH_NS = 50 * MS  # a gap is asked for again not before
 WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
-
-
-class RequestTimeout(PhalanxError):
-    """The request did not end in time; it was aborted."""
-
-
-class GatewaySilent(PhalanxError):
-    """Nothing was heard from the gateway for too long."""
-
-
-class NoNode(PhalanxError):
-    """No node is running in this run directory."""
-
-
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """One request: a text, token ids or chat messages, and how to go on from there."""
-
-    prompt: Prompt
-    sampling: Sampling = field(default_factory=Sampling)
-    n: int = 1
-    stream: bool = True
-    model: str = ""
-    key: str = ""  # drawn when empty
-
-    def message(self, key: str) -> Generate:
-        """Without a call yet. Raises TypeError when the prompt is none of the three."""
-        text, ids, chat = None, None, None
-        if isinstance(self.prompt, str):
-            text = self.prompt
-        elif any(isinstance(part, ChatMessage) for part in self.prompt):
-            chat = cast(tuple[ChatMessage, ...], tuple(self.prompt))
-        else:
-            ids = tuple(index(cast(int, token)) for token in self.prompt)
-        return Generate(
-            0,
-            text,
-            ids,
-            chat,
-            sampling=self.sampling,
-            n=self.n,
-            stream=self.stream,
-            model=self.model,
-            key=key,
-        )
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished sequence, or a request that was refused (`request_id` is empty then)."""
-
-    request_id: str
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    usage: Usage
-    seed: int
-    ttft_ms: float | None  # from the call to the first token; None without one
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    code: Code | None = None
-    error: str = ""
-    retry_after_ms: int = 0
-
-
-@dataclass(eq=False)
-class Received:
-    """One sequence of a flow, as far as received."""
-
-    base: int = 0  # the offset of its first token here: above 0 after an Attach further on
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    first_ns: int | None = None
-    final: Final | None = None
-
-    @property
-    def offset(self) -> int:
-        return self.base + len(self.token_ids)
-
-
-@dataclass(eq=False)
-class Flow:
-    """One request on its way."""
-
-    generate: Generate | None  # None: attached to a request that somebody else started
-    started_ns: int
-    deadline_ns: int | None
-    wait_overloaded: bool
-    n: int
-    request_id: str = ""
-    bases: tuple[int, ...] = ()  # where an attached flow begins
-    seed: int = 0
-    prompt_tokens: int = 0
-    accepted: bool = False
-    aborting: bool = False
-    sequences: list[Received] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)  # indices of finished sequences, as they end
-    keep_events: bool = True
-    events: deque[Delta | Final] = field(default_factory=deque)
-    error: PhalanxError | None = None
-    calls: list[int] = field(default_factory=list)
-    repeat_at_ns: int = 0
-    repeat_ns: int = REPEAT_NS_MIN
-    attach_at_ns: int = 0  # a gap is asked for not before
-    on_event: Callable[[], None] = lambda: None
-
-    @property
-    def done(self) -> bool:
-        if self.error is not None:
-            return True
-        return bool(self.sequences) and all(s.final is not None for s in self.sequences)
-
-    def results(self) -> list[Result]:
-        """The sequences that have ended."""
-        return [self.result(index) for index in sorted(self.ended)]
-
-    def result(self, index: int) -> Result:
-        s = self.sequences[index]
-        assert s.final is not None
-        ttft_ms = None if s.first_ns is None else (s.first_ns - self.started_ns) / MS
-        return Result(
-            self.request_id,
-            index,
-            "".join(s.texts) + s.final.text,
-            tuple(s.token_ids),
-            s.final.finish_reason,
-            s.final.usage,
-            self.seed,
-            ttft_ms,
-            tuple(s.logprobs),
-            s.final.code,
-            s.final.error,
-        )
 
 
 @dataclass(eq=False)

@@ -8,11 +8,7 @@ forgotten. `docs/gateway.md` tells the story with its reasons.
 """
 
 import re
-from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Sequence
 
 import msgspec
 
@@ -45,58 +41,26 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.topology import Topology
-from phalanx.services.gateway.delivery import Delivery, Send
-from phalanx.services.gateway.entries import (
-    Accept,
-    Alive,
-    Entry,
-    Finish,
-    Forget,
-    Op,
-    Recovered,
-    Stamp,
+from phalanx.services.gateway.admission import (
+    RETRY_AFTER_MS,
+    Admission,
+    Pending,
+    Settings,
+    digest_of,
 )
-from phalanx.services.gateway.model import ModelLimits
+from phalanx.services.gateway.delivery import Delivery, Send
+from phalanx.services.gateway.entries import Accept, Alive, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.kept import Kept
+from phalanx.services.gateway.ledger import Ledger
 from phalanx.services.gateway.placement import Placement, Seat, ids_of
 from phalanx.services.gateway.streams import End, Request, Stream
 from phalanx.services.gateway.texts import EncodeJob, Texts
-from phalanx.services.gateway.validate import check, resolve
 
 MS = 1_000_000
 TICK_NS = 100 * MS  # how often timers are looked at
-RECOVER_NS = (
-    3_000 * MS
-)  # how long a restarted gateway waits for the schedulers to say what they run
-PROBE_NS = 100 * MS  # how often busy tokenizers are checked for being there at all
-KEEP_NS = 60_000 * MS  # a request stays for re-attachment for this long after its delivery
-KEPT_MAX = 16_384  # finished requests; beyond, the oldest are forgotten
-KEPT_TOKENS_MAX = 4 << 20  # of those; beyond, the oldest are produced again if anyone asks
-OPEN_BYTES_MAX = 1 << 30  # prompts of open requests; beyond: `overloaded`
-RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients
+# How long a restarted gateway waits for the schedulers to say what they run.
+RECOVER_NS = 3_000 * MS
 ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
-
-
-@dataclass(frozen=True)
-class Settings:
-    model: ModelLimits
-    incarnation: int
-    max_open_requests: int
-    default_max_tokens: int
-    keep_undelivered_s: int  # as the journal
-    seat_capacity: int  # sequences given to one rank at a time; the rest waits here
-    draw: Callable[[int], int]  # random bits
-
-
-@dataclass(eq=False)
-class Pending:
-    """A request that is not accepted yet."""
-
-    number: int
-    client: bytes
-    message: Generate
-    digest: bytes
-    nbytes: int  # of its prompt, as it counts against OPEN_BYTES_MAX
-    entry: Entry | None = None  # once it is on its way to the journal
 
 
 class Core:
@@ -106,9 +70,8 @@ class Core:
         self._settings = settings
         self._model = settings.model
         self._bus: list[tuple[bytes, BusFromGateway]] = []
-        self._ops: list[Op] = []
-        self._num_ops = 0  # handed out so far
-        self._durable: deque[tuple[int, Pending | Request]] = deque()  # waiting for an op's commit
+        self._ledger: Ledger[Pending | Request] = Ledger()
+        self._admission = Admission(settings)
         self._texts = Texts(self._to_bus)
         self._placement = Placement(
             self._to_bus,
@@ -117,24 +80,17 @@ class Core:
             eos_token_id=settings.model.eos_token_id,
         )
         self._delivery = Delivery()
+        self._kept = Kept(settings.keep_undelivered_s * 1000 * MS)
         self._requests: dict[str, Request] = {}
-        self._pending: dict[int, Pending] = {}
-        self._by_key: dict[str, Pending | Request] = {}
-        self._by_call: dict[tuple[bytes, int], Pending] = {}
-        self._kept: dict[str, Request] = {}  # finished, oldest first
-        self._kept_tokens = 0
-        self._open_sequences = 0
-        self._open_bytes = 0
-        self._abort_dones: dict[str, list[tuple[bytes, int]]] = {}
-        self._hellos: dict[str, tuple[bytes, Hello]] = {}
+        self._abort_calls: dict[str, list[tuple[bytes, int]]] = {}  # to be answered when durable
+        self._hellos: dict[str, int] = {}  # newest incarnation of each service
         self._recovering: dict[int, Stream] = {}  # not yet known whether a scheduler runs them
         self._recover_by_ns = now_ns + RECOVER_NS
         self._fingerprint = ""
         self._epoch = 0
         self._health = HealthUpdate(False, 0, ("the node is starting",))
-        self._draining = False
-        self._next_number = 1
-        self._tick_at_ns = self._probe_at_ns = self._alive_at_ns = now_ns
+        self._closed: End | None = None  # the end of everything that is still open at shutdown
+        self._tick_at_ns = self._alive_at_ns = now_ns
         self._accepted = self._refused = 0
         self._finished: dict[str, int] = {}
         for one in recovered:
@@ -162,8 +118,7 @@ class Core:
 
     def take_ops(self) -> tuple[int, list[Op]]:
         """Changes for the journal and the number of the last one, to be told to `on_journal`."""
-        taken, self._ops = self._ops, []
-        return self._num_ops, taken
+        return self._ledger.take()
 
     def deliver(self, send: Send, now_ns: int) -> None:
         """Feed the clients with whatever they take."""
@@ -180,7 +135,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """Nothing is open and everything that can be told was told."""
-        return self._open_sequences == 0 and not self._durable and self._delivery.idle
+        return self._admission.sequences == 0 and self._ledger.idle and self._delivery.idle
 
     # ------------------------------------------------------------ clients
 
@@ -203,122 +158,48 @@ class Core:
 
     def _on_generate(self, client: bytes, message: Generate, now_ns: int) -> None:
         try:
-            check(message, self._model)
-            digest = _digest(message)
-            if self._is_repeated(client, message, digest):
-                return
-            nbytes = _prompt_bytes(message)
-            self._admit(message, nbytes)
+            digest = digest_of(message)
+            known = self._admission.known(client, message, digest)
+            if isinstance(known, Request):
+                self._attach(known, client, message.call, ())
+            elif known is not None:
+                self._admission.asked_again(known, client, message)
+            else:
+                self._begin(self._admission.enter(client, message, digest))
         except Refused as refused:
             self._error(client, message.call, refused)
-            return
-        number = self._next_number
-        self._next_number += message.n
-        pending = Pending(number, client, message, digest, nbytes)
-        self._pending[number] = pending
-        self._by_call[client, message.call] = pending
-        if message.key:
-            self._by_key[message.key] = pending
-        self._open_sequences += message.n
-        self._open_bytes += nbytes
+
+    def _begin(self, pending: Pending) -> None:
+        message = pending.message
         if message.prompt_token_ids is not None:
-            self._journal(pending, message.prompt_token_ids)
+            self._tokenized(pending, message.prompt_token_ids)
         else:
-            self._texts.encode(EncodeJob(number, message.prompt, message.messages))
+            self._texts.encode(EncodeJob(pending.number, message.prompt, message.messages))
 
-    def _admit(self, message: Generate, nbytes: int) -> None:
-        if self._draining:
-            raise Refused(Code.SHUTDOWN, "the node is shutting down and takes no new requests")
-        most = self._settings.max_open_requests
-        if self._open_sequences + message.n > most:
-            raise Refused(
-                Code.OVERLOADED,
-                f"{self._open_sequences} sequences are open and this request adds {message.n}, the"
-                f" limit is {most}; try again in {RETRY_AFTER_MS} ms",
-                RETRY_AFTER_MS,
-            )
-        if self._open_bytes + nbytes > OPEN_BYTES_MAX:
-            raise Refused(
-                Code.OVERLOADED,
-                f"the prompts of open requests take {self._open_bytes} bytes and this one {nbytes},"
-                f" the limit is {OPEN_BYTES_MAX}; try again in {RETRY_AFTER_MS} ms",
-                RETRY_AFTER_MS,
-            )
-
-    def _is_repeated(self, client: bytes, message: Generate, digest: bytes) -> bool:
-        """Whether this asks again for what is already known. Raises Refused for a key used twice."""
-        known = self._by_key.get(message.key) if message.key else None
-        if known is None:
-            known = self._by_call.get((client, message.call))
-            if known is not None and known.digest != digest:
-                known = None
-        if known is None:
-            return False
-        if isinstance(known, Request):
-            if known.entry.digest != digest:
-                raise _key_reused(message.key)
-            self._attach(known, client, message.call, ())
-            return True
-        if known.digest != digest:
-            raise _key_reused(message.key)
-        del self._by_call[known.client, known.message.call]
-        known.client, known.message = client, message
-        self._by_call[client, message.call] = known
-        return True
-
-    def _journal(self, pending: Pending, prompt_ids: Sequence[int]) -> None:
-        """The prompt's ids are known: judge the rest and hand the request to the journal."""
-        message, settings = pending.message, self._settings
+    def _tokenized(self, pending: Pending, prompt_ids: Sequence[int]) -> None:
+        pool_tokens = self._placement.pool_tokens()
         try:
-            sampling = resolve(
-                message.sampling,
-                prompt_ids,
-                self._model,
-                pool_tokens=self._placement.pool_tokens(),
-                default_max_tokens=settings.default_max_tokens,
-                seed=settings.draw(53),
-            )
+            entry = self._admission.resolve(pending, prompt_ids, pool_tokens, self._fingerprint)
         except Refused as refused:
             self._refuse(pending, refused)
             return
-        pending.entry = Entry(
-            request_id=f"{settings.draw(128):032x}",
-            prompt=array("i", prompt_ids).tobytes(),
-            sampling=sampling,
-            n=message.n,
-            stream=message.stream,
-            key=message.key,
-            digest=pending.digest,
-            model=self._model.name,
-            fingerprint=self._fingerprint,
-        )
-        self._op(Accept(pending.entry), pending)
+        self._ledger.add(Accept(entry))
+        self._ledger.wait(pending)
 
     def _refuse(self, pending: Pending, refused: Refused) -> None:
-        self._drop_pending(pending)
-        self._open_sequences -= pending.message.n
-        self._open_bytes -= pending.nbytes
-        if self._by_key.get(pending.message.key) is pending:
-            del self._by_key[pending.message.key]
+        self._admission.refuse(pending)
         self._error(pending.client, pending.message.call, refused)
 
-    def _drop_pending(self, pending: Pending) -> None:
-        del self._pending[pending.number]
-        self._by_call.pop((pending.client, pending.message.call), None)
-
-    def _accept(self, pending: Pending) -> None:
+    def _accept(self, pending: Pending, now_ns: int) -> None:
         """The journal has it: from here on it ends with one Final a sequence, whatever happens."""
-        assert pending.entry is not None
-        self._drop_pending(pending)
-        request = Request(pending.entry, pending.number)
+        request = self._admission.accept(pending)
         self._requests[request.request_id] = request
-        self._open_bytes += len(request.entry.prompt) - pending.nbytes
-        if request.entry.key:
-            self._by_key[request.entry.key] = request
         self._accepted += 1
         self._attach(request, pending.client, pending.message.call, ())
         for stream in request.streams:
             self._placement.enqueue(stream)
+        if self._closed is not None:
+            self._abort_request(request, self._closed, now_ns)
 
     def _attach(self, request: Request, client: bytes, call: int, offsets: Sequence[int]) -> None:
         seed = request.entry.sampling.seed
@@ -348,7 +229,7 @@ class Core:
         if request.finished and not request.held:
             self._delivery.reply(client, Done(message.call))
             return
-        self._abort_dones.setdefault(request.request_id, []).append((client, message.call))
+        self._abort_calls.setdefault(request.request_id, []).append((client, message.call))
         self._abort_request(request, End("abort"), now_ns)
 
     def _abort_request(self, request: Request, end: End, now_ns: int) -> None:
@@ -360,13 +241,13 @@ class Core:
             self._ended(stream, now_ns)
         if ended:
             request.held = True
-            self._durable.append((self._num_ops, request))
+            self._ledger.wait(request)
 
     def _stats(self, call: int) -> StatsReply:
         return StatsReply(
             call,
             self._settings.incarnation,
-            len(self._pending) + len(self._requests) - len(self._kept),
+            len(self._admission.pending) + len(self._requests) - len(self._kept),
             self._accepted,
             self._refused,
             dict(self._finished),
@@ -375,8 +256,9 @@ class Core:
 
     def _health_reply(self, call: int) -> HealthReply:
         health = self._health
-        healthy = health.healthy and not self._draining
-        reasons = health.reasons + (("the node is shutting down",) if self._draining else ())
+        draining = self._admission.draining
+        healthy = health.healthy and not draining
+        reasons = health.reasons + (("the node is shutting down",) if draining else ())
         return HealthReply(
             call, healthy, self._settings.incarnation, self._epoch, self._model.name, reasons
         )
@@ -428,7 +310,7 @@ class Core:
         self._epoch = max(self._epoch, topology.epoch)
         if topology.fingerprint and topology.fingerprint != self._fingerprint:
             self._fingerprint = topology.fingerprint
-            self._op(Stamp(topology.fingerprint))
+            self._ledger.add(Stamp(topology.fingerprint))
         self._placement.on_topology(topology)
 
     def on_health(self, update: HealthUpdate) -> None:
@@ -437,13 +319,9 @@ class Core:
 
     def _on_hello(self, peer: bytes, hello: Hello, now_ns: int) -> None:
         self._to_bus(peer, Welcome(self._settings.incarnation))
-        known = self._hellos.get(hello.name)
-        if known is not None and known[1].incarnation > hello.incarnation:
-            return
-        self._hellos[hello.name] = (peer, hello)
-        self._introduce(peer, hello, now_ns)
-
-    def _introduce(self, peer: bytes, hello: Hello, now_ns: int) -> None:
+        if hello.incarnation < self._hellos.get(hello.name, 0):
+            return  # a late word of a dead one
+        self._hellos[hello.name] = hello.incarnation
         if hello.kind == "tokenizer":
             self._texts.hello(peer, hello.name, hello.incarnation, now_ns)
         else:
@@ -460,13 +338,13 @@ class Core:
 
     def _on_encoded(self, peer: bytes, message: Encoded | EncodeFailed) -> None:
         job = self._texts.on_encoded(peer, message)
-        pending = self._pending.get(job.key) if job is not None else None
+        pending = self._admission.pending.get(job.key) if job is not None else None
         if pending is None:
             return
         if isinstance(message, EncodeFailed):
             self._refuse(pending, Refused(message.code, message.message))
         else:
-            self._journal(pending, ids_of(message.token_ids))
+            self._tokenized(pending, ids_of(message.token_ids))
 
     def _on_list(self, peer: bytes, message: SequenceList, now_ns: int) -> None:
         adopted = self._placement.on_list(
@@ -510,53 +388,28 @@ class Core:
         self._recovering.pop(stream.number, None)
         request = self._requests[stream.request_id]
         if stream.final is not stream.recorded:
-            self._op(Finish(stream.final))
+            self._ledger.add(Finish(stream.final))
         if stream.recorded is None:
             reason = stream.final.finish_reason
             self._finished[reason] = self._finished.get(reason, 0) + 1
-            self._open_sequences -= 1
+            self._admission.sequence_ended()
         if request.finished:
-            if request.finished_ns is None:
-                self._keep(request, now_ns)
-            else:
-                self._count_kept(request)
+            self._keep(request, now_ns)
 
     # ------------------------------------------------------------ finished requests
 
     def _keep(self, request: Request, now_ns: int) -> None:
-        request.finished_ns = now_ns
-        self._open_bytes -= len(request.entry.prompt)
-        self._kept[request.request_id] = request
-        self._count_kept(request)
-        while len(self._kept) > KEPT_MAX:
-            self._forget(next(iter(self._kept.values())))
-        if self._kept_tokens > KEPT_TOKENS_MAX:
-            self._empty_oldest()
-
-    def _count_kept(self, request: Request) -> None:
-        self._kept_tokens -= request.kept_tokens
-        request.kept_tokens = request.num_tokens
-        self._kept_tokens += request.kept_tokens
-
-    def _empty_oldest(self) -> None:
-        """Let go of the tokens of finished requests that nobody is reading now."""
-        for request in self._kept.values():
-            if request.kept_tokens and request.unread:
-                for stream in request.streams:
-                    stream.clear()
-                self._count_kept(request)
-                if self._kept_tokens <= KEPT_TOKENS_MAX // 2:
-                    return
+        if request.finished_ns is None:
+            self._admission.request_ended(request)
+        self._kept.keep(request, now_ns)
 
     def _forget(self, request: Request) -> None:
-        del self._kept[request.request_id]
-        self._kept_tokens -= request.kept_tokens
+        self._kept.forget(request)
+        self._admission.forget(request)
         del self._requests[request.request_id]
-        if self._by_key.get(request.entry.key) is request:
-            del self._by_key[request.entry.key]
         for stream in request.streams:
             self._placement.release(stream, "abort")
-        self._op(Forget(request.request_id))
+        self._ledger.add(Forget(request.request_id))
 
     def _revive(self, request: Request) -> None:
         """Produce again what a reader still wants of sequences that ended in an earlier life."""
@@ -573,45 +426,35 @@ class Core:
 
     # ------------------------------------------------------------ journal
 
-    def _op(self, op: Op, waiter: Pending | Request | None = None) -> None:
-        self._num_ops += 1
-        self._ops.append(op)
-        if waiter is not None:
-            self._durable.append((self._num_ops, waiter))
-
     def on_journal(self, done: int, failure: str, now_ns: int) -> None:
-        """The operations up to number `done` are durable, or could not be made so."""
-        while self._durable and self._durable[0][0] <= done:
-            _, waiter = self._durable.popleft()
+        """The changes up to number `done` are durable, or could not be made so."""
+        for waiter in self._ledger.settle(done):
             if isinstance(waiter, Request):
                 self._tell_abort(waiter)
             elif failure:
                 text = f"the journal cannot be written ({failure}), so no request can be promised"
                 self._refuse(waiter, Refused(Code.OVERLOADED, text, RETRY_AFTER_MS))
             else:
-                self._accept(waiter)
+                self._accept(waiter, now_ns)
 
     def _tell_abort(self, request: Request) -> None:
         """An abort that could not be journalled is told as well: the request has ended here."""
-        if any(waiter is request for _, waiter in self._durable):
+        if self._ledger.awaited_by(request):
             return
         request.held = False
         self._delivery.offer(request)
-        for client, call in self._abort_dones.pop(request.request_id, ()):
+        for client, call in self._abort_calls.pop(request.request_id, ()):
             self._delivery.reply(client, Done(call))
 
     def _recover(self, one: Recovered, now_ns: int) -> None:
-        request = Request(one.entry, self._next_number)
-        self._next_number += one.entry.n
+        request = self._admission.recover(one.entry)
         self._requests[request.request_id] = request
-        if one.entry.key:
-            self._by_key[one.entry.key] = request
         for stream in request.streams:
             stream.final = one.finals.get(stream.index)
             if stream.final is None:
-                self._open_sequences += 1
                 self._recovering[stream.number] = stream
-        self._open_bytes += len(one.entry.prompt)
+            else:
+                self._admission.sequence_ended()
         if request.finished:
             self._keep(request, now_ns)
 
@@ -620,33 +463,36 @@ class Core:
         seats = self._placement.seats.values()
         if now_ns < self._recover_by_ns and not (seats and all(map(_has_told, seats))):
             return
-        streams, self._recovering = self._recovering, {}
-        for stream in streams.values():
+        for stream in list(self._recovering.values()):
             told = stream.entry.fingerprint
-            if told and self._fingerprint and told != self._fingerprint:
+            if told and not self._fingerprint:
+                continue  # nothing runs yet that could tell whether the tokens would be the same
+            del self._recovering[stream.number]
+            if told in ("", self._fingerprint) and stream.entry.model == self._model.name:
+                self._placement.enqueue(stream, priority=1)
+            else:
                 text = (
-                    f"accepted under the numerics {told}, the node now runs {self._fingerprint}: the"
-                    " rest of the stream would not fit its beginning; send the request again"
+                    f"accepted by the model {stream.entry.model!r} with numerics {told!r}, the node"
+                    f" now runs {self._model.name!r} with {self._fingerprint!r}: the rest of the"
+                    " stream would not fit its beginning; send the request again"
                 )
                 self._fail(stream, End("error", Code.INTERNAL, text), now_ns)
-            else:
-                self._placement.enqueue(stream, priority=1)
 
     # ------------------------------------------------------------ time
 
     def _tick(self, now_ns: int) -> None:
         self._placement.tick(now_ns)
         self._texts.tick(now_ns)
-        for peer in self._texts.busy_peers() if now_ns >= self._probe_at_ns else ():
+        for peer in self._texts.busy_peers():
             # Harmless to the living; that it cannot be sent tells that a tokenizer is gone.
             self._to_bus(peer, Welcome(self._settings.incarnation))
-            self._probe_at_ns = now_ns + PROBE_NS
         for client, stalled_ms in self._delivery.given_up(now_ns):
             self._give_up_client(client, stalled_ms, now_ns)
-        self._forget_old(now_ns)
-        if now_ns >= self._alive_at_ns and self._open_sequences:
+        for request in self._kept.old(now_ns):
+            self._forget(request)
+        if now_ns >= self._alive_at_ns and self._admission.sequences:
             self._alive_at_ns = now_ns + self._settings.keep_undelivered_s * 1000 * MS // 4
-            self._op(Alive())
+            self._ledger.add(Alive())
 
     def _give_up_client(self, client: bytes, stalled_ms: int, now_ns: int) -> None:
         end = End("abort", Code.SLOW_CLIENT, f"the client took nothing for {stalled_ms} ms")
@@ -661,34 +507,24 @@ class Core:
             text = "the tokenizers died over this text or did not answer; it is not tried again"
             if isinstance(job, Stream):
                 self._fail(job, End("error", Code.INTERNAL, text), now_ns)
-            elif (pending := self._pending.get(job.key)) is not None:
+            elif (pending := self._admission.pending.get(job.key)) is not None:
                 self._refuse(pending, Refused(Code.INTERNAL, text))
-
-    def _forget_old(self, now_ns: int) -> None:
-        undelivered_ns = self._settings.keep_undelivered_s * 1000 * MS
-        for request in list(self._kept.values()):
-            assert request.finished_ns is not None
-            if request.delivered_ns is not None:
-                old = now_ns - request.delivered_ns >= KEEP_NS
-            else:
-                old = now_ns - request.finished_ns >= undelivered_ns
-            if old:
-                self._forget(request)
 
     # ------------------------------------------------------------ the end of the node
 
     def drain(self) -> None:
         """No new requests from here on; those that run go on."""
-        self._draining = True
+        self._admission.draining = True
 
     def finish_all(self, now_ns: int) -> None:
         """The time to drain is over: everything that still runs ends, and its client is told why."""
-        end = End("abort", Code.SHUTDOWN, "the node is shutting down")
-        for pending in list(self._pending.values()):
+        text = "the node is shutting down"
+        self._closed = End("abort", Code.SHUTDOWN, text)
+        for pending in list(self._admission.pending.values()):
             if pending.entry is None:
-                self._refuse(pending, Refused(Code.SHUTDOWN, "the node is shutting down"))
+                self._refuse(pending, Refused(Code.SHUTDOWN, text))
         for request in list(self._requests.values()):
-            self._abort_request(request, end, now_ns)
+            self._abort_request(request, self._closed, now_ns)
 
     def _to_bus(self, peer: bytes, message: BusFromGateway) -> None:
         self._bus.append((peer, message))
@@ -715,37 +551,7 @@ def _has_told(seat: Seat) -> bool:
     return seat.listed or not (seat.peer or seat.member)
 
 
-def _digest(message: Generate) -> bytes:
-    """Of what is asked for, without who asks and when."""
-    body: tuple[object, ...] = (
-        message.prompt,
-        message.prompt_token_ids,
-        message.messages,
-        message.sampling,
-        message.n,
-        message.stream,
-        message.model,
-    )
-    return blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
-
-
-def _prompt_bytes(message: Generate) -> int:
-    """What the prompt takes until it is tokenized, and an estimate of what it takes then."""
-    if message.prompt_token_ids is not None:
-        return 4 * len(message.prompt_token_ids)
-    if message.prompt is not None:
-        return 4 * len(message.prompt)
-    return sum(4 * len(part.content) for part in message.messages or ())
-
-
 def _unknown(request_id: str) -> Refused:
     return Refused(
         Code.UNKNOWN_REQUEST, f"no request {request_id!r} is known; it may have ended long ago"
-    )
-
-
-def _key_reused(key: str) -> Refused:
-    return Refused(
-        Code.BAD_REQUEST,
-        f"the key {key!r} was already used for a different request; choose another one",
     )

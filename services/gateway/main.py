@@ -26,7 +26,8 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, endpoint
 from phalanx.protocol.service import Service
-from phalanx.services.gateway.core import Core, Settings
+from phalanx.services.gateway.admission import Settings
+from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.journal import Journal, JournalWriter
 from phalanx.services.gateway.model import read_model
 

@@ -35,8 +35,10 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.seeds import derive_seed
 from phalanx.protocol.topology import Seat, Topology
-from phalanx.services.client_core import ClientCore, Flow, Spec
-from phalanx.services.gateway.core import Core, Settings
+from phalanx.services.client_core import ClientCore
+from phalanx.services.client_flow import Flow, Spec
+from phalanx.services.gateway.admission import Settings
+from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import (
     Accept,
     Alive,
@@ -356,9 +358,15 @@ class World:
         if items:
             scheduler.seq += 1
             message = Tokens(scheduler.seat, scheduler.incarnation, scheduler.seq, tuple(items))
+            gateway = self.gateway
+
+            def send() -> None:
+                if self.gateway is gateway:
+                    self.to_gateway(peer, message)
+
             # It arrives when the gateway has heard of the loss, however late.
             for delay in (40, 300):
-                self.after(delay * MS, lambda: self.to_gateway(peer, message))
+                self.after(delay * MS, send)
 
     def _set_seat(self, number: int, **changes: object) -> None:
         seats = list(self.topology.seats)
@@ -572,8 +580,9 @@ def check_nothing_left(world: World) -> None:
     """Everyone is done with everything that has ended."""
     gateway = world.gateway
     assert gateway is not None and gateway.idle and not world._writing
-    assert not gateway._pending and not gateway._by_call and not gateway._recovering
-    assert gateway._open_sequences == 0 and gateway._open_bytes == 0 and not gateway._abort_dones
+    admission = gateway._admission
+    assert not admission.pending and not admission._by_call and not gateway._recovering
+    assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._abort_calls
     for seat in gateway._placement.seats.values():
         assert not seat.streams
     assert not gateway._placement._aborts and not gateway._placement._aborting
@@ -596,8 +605,8 @@ def check_forgotten(world: World) -> None:
     """After the time for re-attachment nothing is remembered, in memory or on disk."""
     gateway = world.gateway
     assert gateway is not None
-    assert not gateway._requests and not gateway._kept and not gateway._by_key
-    assert gateway._kept_tokens == 0
+    assert not gateway._requests and not len(gateway._kept) and not gateway._admission._by_key
+    assert gateway._kept._num_tokens == 0
     assert not world.disk.entries and not world.disk.finals
 
 

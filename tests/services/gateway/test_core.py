@@ -50,7 +50,8 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.topology import Seat, Topology
-from phalanx.services.gateway.core import Core, Settings
+from phalanx.services.gateway.admission import Settings
+from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered
 from phalanx.services.gateway.model import ModelLimits
 from sim.gateway_fakes import encode_text
@@ -564,7 +565,7 @@ def test_a_journal_that_cannot_be_written_refuses_and_recovers() -> None:
 
 
 def test_memory_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.services.gateway.core.OPEN_BYTES_MAX", 100)
+    monkeypatch.setattr("phalanx.services.gateway.admission.OPEN_BYTES_MAX", 100)
     desk = Desk()
     desk.asks(Generate(1, prompt="x" * 20))
     desk.asks(Generate(2, prompt_token_ids=(5,) * 6))
@@ -582,7 +583,7 @@ def test_memory_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_finished_stream_let_go_for_memory_is_produced_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("phalanx.services.gateway.core.KEPT_TOKENS_MAX", 4)
+    monkeypatch.setattr("phalanx.services.gateway.kept.KEPT_TOKENS_MAX", 4)
     desk = Desk()
     ids = []
     for _ in range(2):

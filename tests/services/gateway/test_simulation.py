@@ -9,8 +9,10 @@ import pytest
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import DecodedItem, Sampling, TokensItem
-from phalanx.services.client_core import ClientCore, Spec
-from phalanx.services.gateway.core import Core, Pending
+from phalanx.services.client_core import ClientCore
+from phalanx.services.client_flow import Spec
+from phalanx.services.gateway.admission import Pending
+from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.streams import Request, Stream
 from phalanx.services.gateway.texts import Texts
@@ -124,15 +126,15 @@ def _gaps_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _accepted_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Core._journal
+    original = Core._tokenized
 
-    def journal(self: Core, pending: Pending, prompt_ids: Sequence[int]) -> None:
+    def tokenized(self: Core, pending: Pending, prompt_ids: Sequence[int]) -> None:
         original(self, pending, prompt_ids)
         if pending.entry is not None:
-            self._durable.pop()
-            self._accept(pending)
+            self._ledger._waiters.pop()
+            self._accept(pending, 0)
 
-    monkeypatch.setattr(Core, "_journal", journal)
+    monkeypatch.setattr(Core, "_tokenized", tokenized)
 
 
 def _abort_told_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:

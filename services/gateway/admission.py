@@ -1,0 +1,220 @@
+"""Requests on their way in, and who counts against which bound. Pure.
+
+A request is pending until the journal has it. Asked again (same key, or same call of the same client)
+it is the same request.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import msgspec
+
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import Generate
+from phalanx.services.gateway.entries import Entry
+from phalanx.services.gateway.model import ModelLimits
+from phalanx.services.gateway.streams import Request
+from phalanx.services.gateway.validate import check, resolve
+
+OPEN_BYTES_MAX = 1 << 30  # prompts of open requests; beyond: `overloaded`
+RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients
+
+
+@dataclass(frozen=True)
+class Settings:
+    model: ModelLimits
+    incarnation: int
+    max_open_requests: int  # counted in sequences: a request with n counts n times
+    default_max_tokens: int
+    keep_undelivered_s: int  # as the journal
+    seat_capacity: int  # sequences given to one rank at a time; the rest waits here
+    draw: Callable[[int], int]  # random bits
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that is not accepted yet."""
+
+    number: int  # of its first stream
+    client: bytes
+    message: Generate
+    digest: bytes
+    nbytes: int  # of its prompt, as it counts against OPEN_BYTES_MAX
+    entry: Entry | None = None  # once it is on its way to the journal
+
+
+class Admission:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.pending: dict[int, Pending] = {}
+        self._by_key: dict[str, Pending | Request] = {}
+        self._by_call: dict[tuple[bytes, int], Pending] = {}
+        self._next_number = 1
+        self.sequences = 0  # open ones, pending ones included
+        self.nbytes = 0  # of their prompts
+        self.draining = False
+
+    # --- in ---
+
+    def known(self, client: bytes, message: Generate, digest: bytes) -> Pending | Request | None:
+        """What this message asks for again. Raises Refused when its key is another request's."""
+        known = self._by_key.get(message.key) if message.key else None
+        if known is None:
+            known = self._by_call.get((client, message.call))
+            return known if known is not None and known.digest == digest else None
+        if digest != (known.entry.digest if isinstance(known, Request) else known.digest):
+            raise Refused(
+                Code.BAD_REQUEST,
+                f"the key {message.key!r} was already used for a different request; choose another"
+                " one",
+            )
+        return known
+
+    def asked_again(self, pending: Pending, client: bytes, message: Generate) -> None:
+        """The answer goes to whoever asked last."""
+        self._forget_call(pending)
+        pending.client, pending.message = client, message
+        self._by_call[client, message.call] = pending
+
+    def enter(self, client: bytes, message: Generate, digest: bytes) -> Pending:
+        """Raises Refused: what can be judged before tokenizing is wrong, or there is no room."""
+        check(message, self._settings.model)
+        nbytes = _prompt_bytes(message)
+        self._check_room(message, nbytes)
+        pending = Pending(self._number(message.n), client, message, digest, nbytes)
+        self.pending[pending.number] = pending
+        self._by_call[client, message.call] = pending
+        if message.key:
+            self._by_key[message.key] = pending
+        self.sequences += message.n
+        self.nbytes += nbytes
+        return pending
+
+    def resolve(
+        self,
+        pending: Pending,
+        prompt_ids: Sequence[int],
+        pool_tokens: int | None,
+        fingerprint: str,
+    ) -> Entry:
+        """The prompt's ids are known: judge the rest. Raises Refused."""
+        message, settings = pending.message, self._settings
+        sampling = resolve(
+            message.sampling,
+            prompt_ids,
+            settings.model,
+            pool_tokens=pool_tokens,
+            default_max_tokens=settings.default_max_tokens,
+            seed=settings.draw(53),
+        )
+        pending.entry = Entry(
+            request_id=f"{settings.draw(128):032x}",
+            prompt=array("i", prompt_ids).tobytes(),
+            sampling=sampling,
+            n=message.n,
+            stream=message.stream,
+            key=message.key,
+            digest=pending.digest,
+            model=settings.model.name,
+            fingerprint=fingerprint,
+        )
+        return pending.entry
+
+    def accept(self, pending: Pending) -> Request:
+        """The journal has it."""
+        assert pending.entry is not None
+        self._leave(pending)
+        request = Request(pending.entry, pending.number)
+        self.nbytes += len(request.entry.prompt) - pending.nbytes
+        if request.entry.key:
+            self._by_key[request.entry.key] = request
+        return request
+
+    def refuse(self, pending: Pending) -> None:
+        self._leave(pending)
+        self.sequences -= pending.message.n
+        self.nbytes -= pending.nbytes
+        if self._by_key.get(pending.message.key) is pending:
+            del self._by_key[pending.message.key]
+
+    def recover(self, entry: Entry) -> Request:
+        """A request of the last gateway, all of whose sequences count as open until told otherwise."""
+        request = Request(entry, self._number(entry.n))
+        self.sequences += entry.n
+        self.nbytes += len(entry.prompt)
+        if entry.key:
+            self._by_key[entry.key] = request
+        return request
+
+    # --- out ---
+
+    def sequence_ended(self) -> None:
+        self.sequences -= 1
+
+    def request_ended(self, request: Request) -> None:
+        self.nbytes -= len(request.entry.prompt)
+
+    def forget(self, request: Request) -> None:
+        if self._by_key.get(request.entry.key) is request:
+            del self._by_key[request.entry.key]
+
+    # --- inside ---
+
+    def _number(self, n: int) -> int:
+        number = self._next_number
+        self._next_number += n
+        return number
+
+    def _leave(self, pending: Pending) -> None:
+        del self.pending[pending.number]
+        self._forget_call(pending)
+
+    def _forget_call(self, pending: Pending) -> None:
+        call = pending.client, pending.message.call
+        if self._by_call.get(call) is pending:
+            del self._by_call[call]
+
+    def _check_room(self, message: Generate, nbytes: int) -> None:
+        if self.draining:
+            raise Refused(Code.SHUTDOWN, "the node is shutting down and takes no new requests")
+        most = self._settings.max_open_requests
+        again = f"try again in {RETRY_AFTER_MS} ms"
+        if self.sequences + message.n > most:
+            raise Refused(
+                Code.OVERLOADED,
+                f"{self.sequences} sequences are open and this request adds {message.n}, the limit is"
+                f" {most}; {again}",
+                RETRY_AFTER_MS,
+            )
+        if self.nbytes + nbytes > OPEN_BYTES_MAX:
+            raise Refused(
+                Code.OVERLOADED,
+                f"the prompts of open requests take {self.nbytes} bytes and this one {nbytes}, the"
+                f" limit is {OPEN_BYTES_MAX}; {again}",
+                RETRY_AFTER_MS,
+            )
+
+
+def digest_of(message: Generate) -> bytes:
+    """Of what is asked for, without who asks and when."""
+    body: tuple[object, ...] = (
+        message.prompt,
+        message.prompt_token_ids,
+        message.messages,
+        message.sampling,
+        message.n,
+        message.stream,
+        message.model,
+    )
+    return blake2b(msgspec.msgpack.encode(body), digest_size=16).digest()
+
+
+def _prompt_bytes(message: Generate) -> int:
+    """What the prompt takes; of a text, an estimate of what its ids will take."""
+    if message.prompt_token_ids is not None:
+        return 4 * len(message.prompt_token_ids)
+    if message.prompt is not None:
+        return 4 * len(message.prompt)
+    return sum(4 * len(part.content) for part in message.messages or ())
