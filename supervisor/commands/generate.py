@@ -24,6 +24,7 @@ from phalanx.supervisor.commands.common import (
     print_json,
     run_dir_option,
 )
+from phalanx.supervisor.commands.node import private_node
 from phalanx.supervisor.commands.prompts import BadLine, parse_file, parse_texts
 
 _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
@@ -34,6 +35,10 @@ _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
 @click.option(
     "--prompts", type=click.Path(path_type=Path, dir_okay=False), help="JSONL: a request a line."
 )
+@click.option(
+    "--model", default=None, help="Start a node for this model (a name or DIR) and stop it again."
+)
+@click.option("--ranks", default=1, help="Ranks of that node.")
 @click.option("--max-tokens", type=int, default=None)
 @click.option("--temperature", type=float, default=None, help="0 is greedy.")
 @click.option("--top-p", type=float, default=None)
@@ -49,6 +54,8 @@ _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
 def generate(
     texts: tuple[str, ...],
     prompts: Path | None,
+    model: str | None,
+    ranks: int,
     no_stream: bool,
     timeout: float | None,
     run_dir: Path | None,
@@ -71,7 +78,12 @@ def generate(
         requests = parse_texts(texts, defaults, stream)
     if not requests:
         raise ConfigError(f"{prompts} holds no request")
-    with open_client(find_run_dir(run_dir)) as client:
+    with contextlib.ExitStack() as stack:
+        if model is None:
+            client = stack.enter_context(open_client(find_run_dir(run_dir)))
+        else:
+            config, _ = stack.enter_context(private_node(model, ranks, quiet=as_json))
+            client = stack.enter_context(Client(config.run_path))
         if as_json or prompts is not None or no_stream:
             worst = _run_batch(client, requests, timeout, as_json)
         else:

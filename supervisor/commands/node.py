@@ -1,10 +1,13 @@
 """`phalanx up`, `down`, `status`, `epochs`: the life of a node."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +15,7 @@ import click
 import msgspec
 from rich.table import Table
 
+from phalanx.protocol.arena import names
 from phalanx.protocol.config import NodeConfig, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS
@@ -144,6 +148,22 @@ def _await_ready(config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bo
                 spinner.update(f"waiting for {', '.join(waiting[:6])}")
             time.sleep(_POLL_S)
     raise NoAnswer(f"the node was not ready after {START_DEADLINE_MS / 1000:g} s")
+
+
+@contextlib.contextmanager
+def private_node(
+    model: str, ranks: int, quiet: bool = True
+) -> Iterator[tuple[NodeConfig, StatusReply]]:
+    """A node of one's own in a temporary run directory; everything is gone at the end."""
+    with tempfile.TemporaryDirectory(prefix="ph") as folder:
+        config = build_config(NodeConfig(), Path(folder), {"model": model, "ranks": ranks})
+        status = start_detached(config, quiet)
+        try:
+            yield config, status
+        finally:
+            left = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
+            if left := [*left, *names(config.node)]:
+                raise PhalanxError(f"the node left something behind: {', '.join(left)}")
 
 
 class _Nothing:
