@@ -134,6 +134,7 @@ def sampling_for(
         seed=seed if s.seed is None else s.seed,
         max_tokens=max_tokens,
         first_n_token_no_eos=min(s.first_n_token_no_eos, max_tokens),
+        predicted_token_ids=s.predicted_token_ids[:max_tokens],
     )
 
 
@@ -188,6 +189,8 @@ def _check_ends(s: Sampling, model: ModelLimits) -> None:
             raise _bad(f"stop[{at}] is empty: it would end every stream at once; leave it out")
     _count("stop_token_ids", s.stop_token_ids, STOP_IDS_MAX)
     _ids("stop_token_ids", s.stop_token_ids, model)
+    _count("predicted_token_ids", s.predicted_token_ids, model.max_positions)
+    _ids("predicted_token_ids", s.predicted_token_ids, model)
 
 
 def _ids(name: str, ids: Sequence[int], model: ModelLimits) -> None:
