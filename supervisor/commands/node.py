@@ -161,8 +161,8 @@ def private_node(
         try:
             yield config, status
         finally:
-            left = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
-            if left := [*left, *names(config.node)]:
+            killed = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
+            if left := [*killed, *names(config.node)]:
                 raise PhalanxError(f"the node left something behind: {', '.join(left)}")
 
 
