@@ -221,6 +221,40 @@ def test_without_a_rule_for_ties_the_bits_differ(monkeypatch: pytest.MonkeyPatch
     assert fails("short")
 
 
+def next_up(weight: Tensor, index: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The next larger number of the stored format: the smallest change that a checkpoint can hold."""
+    stored = weight[index].to(dtype)
+    assert stored.float() == weight[index] and stored > 0
+    bits = torch.int16 if dtype == torch.bfloat16 else torch.uint8
+    weight[index] = (stored.view(bits) + 1).view(dtype).float()
+
+
+def entry_weights(world: World) -> Tensor:
+    compressor = world.model.layers[world.config.decoder_start].attention.compressor
+    assert compressor is not None
+    return compressor.norm
+
+
+WEIGHTS: list[tuple[str, Callable[[World], Tensor]]] = [
+    ("attention norm", lambda world: world.model.layers[0].attention.norm),
+    ("expert norm", lambda world: world.model.layers[3].moe.norm),
+    ("last norm", lambda world: world.model.final_norm),
+    ("compressor norm", entry_weights),
+]
+
+
+@ALL
+@pytest.mark.parametrize(("name", "weight"), WEIGHTS)
+def test_one_ulp_in_one_weight_shows(
+    shape: str, name: str, weight: Callable[[World], Tensor]
+) -> None:
+    """What a scrubber that compares bits may hope to see: the last bit of one stored number."""
+    world = World(shape)
+    ids = world.tokens(70)
+    next_up(weight(world), (0,), torch.bfloat16)
+    assert not torch.equal(world.run(0, 0, ids), alone(shape, ids)), name
+
+
 def lose_waiting_token(world: World) -> None:
     world.pools.pairs[0] = 0
 

@@ -33,6 +33,7 @@ class SequenceRows:
     copy_key: int = 0  # chooses among copies of an expert, together with the position
     prompt_len: int = 0  # tokens of the prompt
     window_from: int = 0  # windows start no earlier than this position
+    stored: int = 0  # tokens whose entries lie in the blocks already, and are not written again
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class StepBatch:
         prompt_lens: int64 [S], prompt tokens of each sequence; needed only where prompts are truncated.
         window_from: int64 [S]: windows of rows from this position on start no earlier than it. None:
             0. Anything else leaves exactness: for rows whose past was not computed.
+        stored: int64 [S], tokens whose entries lie in the blocks already. None: 0.
     """
 
     slot_ids: Int
@@ -61,6 +63,7 @@ class StepBatch:
     copy_keys: Int
     prompt_lens: Int | None = None
     window_from: Int | None = None
+    stored: Int | None = None
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceRows]) -> "StepBatch":
@@ -88,6 +91,7 @@ class StepBatch:
             copy_keys=np.array([s.copy_key for s in sequences], np.int64),
             prompt_lens=np.array([s.prompt_len for s in sequences], np.int64),
             window_from=np.array([s.window_from for s in sequences], np.int64),
+            stored=np.array([s.stored for s in sequences], np.int64),
         )
 
     @property
@@ -250,7 +254,10 @@ def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio:
     num_entries = BLOCK_TOKENS // ratio
     visible = (positions + 1) // ratio
     visible[num_rows:] = 0
-    (closing,) = np.nonzero((positions[:num_rows] + 1) % ratio == 0)
+    closes = (positions[:num_rows] + 1) % ratio == 0
+    if batch.stored is not None:
+        closes &= positions[:num_rows] >= batch.stored[seqs[:num_rows]]
+    (closing,) = np.nonzero(closes)
     is_first = within[closing] == 0
     partners = np.where(is_first, seqs[closing], batch.num_seqs + closing - 1)
     at = positions[closing]

@@ -34,18 +34,20 @@ class Reader:
         """Forget the sequence."""
         self.position = 0
 
-    def read(self, ids: Sequence[int], *, prompt_len: int = 0, window_from: int = 0) -> Tensor:
+    def read(
+        self, ids: Sequence[int], *, prompt_len: int = 0, window_from: int = 0, stored: int = 0
+    ) -> Tensor:
         """Logits float32 [n, vocab] of the last rows, as many as are computed: all, unless truncated.
 
         Args:
             ids: the next tokens.
-            prompt_len, window_from: see `StepBatch`.
+            prompt_len, window_from, stored: see `StepBatch`.
         """
         truncation = self.model.truncation
         first = prompt_len - truncation.keep_tokens if truncation.mode == "compact" else 0
         computed = range(max(0, first - self.position), len(ids))
         rows = SequenceRows(
-            0, self.position, ids, self._blocks, computed, 0, prompt_len, window_from
+            0, self.position, ids, self._blocks, computed, 0, prompt_len, window_from, stored
         )
         pending = self.model.forward(StepBatch.of([rows]))
         pending.commit([len(ids)])
@@ -66,9 +68,8 @@ class Reader:
         self.pools.blocks.copy_(other.pools.blocks)
         self.pools.history.copy_(other.pools.history)
         self.position = start
-        self.read(other.pools.history[0, start:length].tolist(), window_from=start)
-        # Reading wrote entries again, from approximate rows: stored blocks are not to change.
-        self.pools.blocks.copy_(other.pools.blocks)
+        ids = other.pools.history[0, start:length].tolist()
+        self.read(ids, window_from=start, stored=length)
 
     def score(self, ids: Sequence[int], portion: int, num_top: int = 0) -> TokenLogprobs:
         """Prompt logprobs of a fresh sequence's tokens after the first, read `portion` at a time.
