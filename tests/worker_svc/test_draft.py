@@ -105,3 +105,14 @@ def test_a_block_may_reach_past_the_last_position() -> None:
     ids = world.tokens(255)
     world.run(0, 0, ids)
     assert torch.isfinite(propose(world, (0, 255, 3)).logits).all()
+
+
+@ALL
+def test_what_a_broken_sequence_left_in_the_slot_is_not_seen(shape: str) -> None:
+    used, fresh = world_with_drafts(shape), world_with_drafts(shape)
+    window = used.config.sliding_window
+    used.pools.rings[0] = 0x7F  # NaN in every place
+    ids = used.tokens(window - 2)  # the ring's oldest places stay as they are
+    for world in (used, fresh):
+        world.run(0, 0, ids)
+    assert_row(propose(used, (0, len(ids), 9)), 0, propose(fresh, (0, len(ids), 9)))

@@ -333,3 +333,22 @@ def test_rows_of_any_content_do_no_harm(shape: str, value: float) -> None:
     world.forward(world.rows(0, 41, ids[41:]))
     world.model.experts = experts
     assert torch.equal(world.run(0, 41, ids[41:]), alone(shape, ids)[41:])
+
+
+@ALL
+@pytest.mark.parametrize("first", [True, False])
+def test_broken_numbers_stay_with_their_sequence(shape: str, first: bool) -> None:
+    """A step goes wrong for one sequence and is even kept: neighbours, and whoever gets the slot and
+    the blocks next, must not see it."""
+    world = World(shape)
+    ids, broken = world.tokens(70), world.tokens(40)
+    experts, world.model.experts = world.model.experts, BrokenExperts(float("nan"))
+    world.run(3, 0, broken[:39])
+    world.model.experts = experts
+    parts = [world.rows(3, 39, broken[39:]), world.rows(1, 0, ids)]
+    pending = world.forward(*(parts if first else parts[::-1]))
+    neighbour = pending.logits[1:] if first else pending.logits[:-1]
+    assert torch.equal(neighbour, alone(shape, ids))
+    assert pending.logits[0 if first else -1].isnan().all()
+    pending.commit([1, 70] if first else [70, 1])
+    assert torch.equal(world.run(3, 0, ids), alone(shape, ids))

@@ -209,12 +209,7 @@ def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows
     tokens = np.zeros(num_padded, np.int64)
     tokens[:num_rows] = batch.token_ids
     before = config.sliding_window - 1
-    window, empty = _window(seqs, within, positions, num_rows, num_seqs, before)
-    if batch.window_from is not None and batch.window_from.any():
-        first = batch.window_from[seqs, None]
-        empty |= (positions[:, None] >= first) & (
-            positions[:, None] + np.arange(-before, 1) < first
-        )
+    window, empty = _window(batch, seqs, within, positions, before)
     ring = (batch.starts[:, None] - before + np.arange(before)) % ring_size
     ratios = {config.ratio(layer) for layer in config.kv_source_layer_ids}
     return StepRows(
@@ -235,18 +230,26 @@ def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows
 
 
 def _window(
-    seqs: Int, within: Int, positions: Int, num_rows: int, num_seqs: int, before: int
+    batch: StepBatch, seqs: Int, within: Int, positions: Int, before: int
 ) -> tuple[Int, npt.NDArray[np.bool_]]:
-    """Which vector stands in each window slot: slot i of a row at position t is position t - before + i."""
+    """Which vector stands in each window slot: slot i of a row at position t is position t - before + i.
+
+    Empty slots hold the row itself: weighed with zero any finite vector does, but a ring may still
+    hold a broken one, of a sequence that is gone.
+    """
+    num_rows, num_seqs = batch.num_rows, batch.num_seqs
     back = np.arange(-before, 1)
     relative = within[:, None] + back  # to the sequence's first row of this step
     rows = num_seqs * before + np.arange(len(seqs))[:, None] + back
     ring = seqs[:, None] * before + before + relative
     window = np.where(relative >= 0, rows, ring)
-    empty = positions[:, None] + back < 0
+    at = positions[:, None] + back
+    empty = at < 0
+    if batch.window_from is not None and batch.window_from.any():
+        first = batch.window_from[seqs, None]
+        empty |= (at < first) & (positions[:, None] >= first)
     empty[num_rows:, :-1] = True
-    window[empty] = 0
-    return window, empty
+    return np.where(empty, rows[:, -1:], window), empty
 
 
 def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio: int) -> EntryRows:

@@ -62,7 +62,7 @@ class DraftContext(LayerContext):
         rope: tables at the rows' positions.
         slot_ids: int64 [S].
         ring_indices: int64 [S, W], the W positions before the block.
-        ring_empty: bool [P, W], positions before the sequence's start.
+        ring_empty: bool [S, W], positions before the sequence's start.
     """
 
     pools: CachePools
@@ -201,7 +201,7 @@ class Drafter:
             rope=self._rope.at(at),
             slot_ids=torch.from_numpy(slot_ids),
             ring_indices=before % self._pools.layout.ring_size,
-            ring_empty=(before < 0)[seqs],
+            ring_empty=before < 0,
         )
 
 
@@ -210,11 +210,14 @@ def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Ten
     config, rope = context.config, context.rope
     queries, _, kv = project(weights, config, rope, x)
     kv = q8_roundtrip(kv)
+    empty = context.ring_empty
     ring = context.pools.rings[context.slot_ids.unsqueeze(1), layer, context.ring_indices]
+    # Weighed with zero, but a sequence that is gone may have left a broken vector there.
+    ring = ring.masked_fill(empty.unsqueeze(2), 0)
     block = kv[: context.num_rows].view(-1, context.block, config.head_dim)
     nothing = torch.zeros((len(x), context.block), dtype=torch.bool)
     parts = [
-        (decode_window(ring)[context.seqs], context.ring_empty),
+        (decode_window(ring)[context.seqs], empty[context.seqs]),
         (block[context.seqs], nothing),
     ]
     o = sink_attention(queries, parts, weights.sink, config.head_dim**-0.5)
