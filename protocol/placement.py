@@ -94,6 +94,16 @@ def after_loss(placement: Placement, lost_seat: int) -> Placement:
     )
 
 
+def widened(placement: Placement, slots: int) -> Placement:
+    """The same placement with more slots a rank, the new ones empty: for survivors who must hold more."""
+    assert slots >= placement.slots_per_rank
+    layers = tuple(
+        tuple(_padded(list(held), slots) for held in layer)
+        for layer in placement.physical_to_logical
+    )
+    return msgspec.structs.replace(placement, slots_per_rank=slots, physical_to_logical=layers)
+
+
 def after_join(placement: Placement, seat: int) -> Placement:
     """The placement with one more seat; the others keep what they hold.
 

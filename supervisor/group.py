@@ -23,8 +23,8 @@ RECORDS_MAX = 1000  # membership changes remembered for `phalanx epochs`
 class Placements(Protocol):
     """Where experts lie. Remembers the placement settled last, so that few experts move."""
 
-    def settle(self, seats: tuple[int, ...]) -> bytes | None:
-        """The placement for a group of these seats; None when some expert would have no room."""
+    def settle(self, seats: tuple[int, ...]) -> bytes:
+        """The placement for a group of these seats, at least one."""
 
 
 class GroupPhase(Enum):

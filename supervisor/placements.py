@@ -8,11 +8,11 @@ import msgspec
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.placement import (
     Placement,
-    PlacementError,
     after_join,
     after_loss,
     initial_placement,
     slots_per_rank,
+    widened,
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -26,26 +26,28 @@ class GroupPlacements:
         self._slots = slots_per_rank(experts, ranks)
         self.current: Placement | None = None
 
-    def settle(self, seats: tuple[int, ...]) -> bytes | None:
-        """The placement for a group of these seats; None when they have too few slots for all experts.
+    def settle(self, seats: tuple[int, ...]) -> bytes:
+        """The placement for a group of these seats; at least one.
 
         A seat that was lost and is taken again since the last call keeps its slots: its new worker has
-        to load its experts whichever they are.
+        to load its experts whichever they are. Slots are made for the loss of any one rank; when more
+        fall, the survivors get as many as it takes, down to a last one that holds everything.
         """
-        try:
-            self.current = self._follow(seats)
-        except PlacementError:
-            return None
+        self.current = self._follow(seats)
         return _encoder.encode(self.current)
 
     def _follow(self, seats: tuple[int, ...]) -> Placement:
         placement = self.current
         if placement is None:
-            return initial_placement(self._num_layers, self._experts, seats, self._slots)
+            slots = max(self._slots, -(-self._experts // len(seats)))
+            return initial_placement(self._num_layers, self._experts, seats, slots)
         # Joins first: two survivors of three may have no room for what the newcomer can take.
         for seat in sorted(set(seats) - set(placement.seats)):
             placement = after_join(placement, seat)
         for seat in sorted(set(placement.seats) - set(seats)):
+            needed = -(-self._experts // (len(placement.seats) - 1))
+            if needed > placement.slots_per_rank:
+                placement = widened(placement, needed)
             placement = after_loss(placement, seat)
         return placement
 

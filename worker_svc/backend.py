@@ -126,6 +126,7 @@ class ModelBackend:
         loaded = 0
         index = placement.seats.index(self._seat)
         for layer, seats in enumerate(placement.physical_to_logical):
+            self._weights.widen(layer, placement.slots_per_rank)
             held = self._weights.slots(layer)
             for slot, expert in enumerate(seats[index]):
                 if expert != EMPTY and held[slot] != expert:

@@ -101,7 +101,9 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every sequence; weights and pools stay."""
+        """Forget every sequence; weights and pools stay. Handles given out before are stale."""
+        self._blocks.bump(0)
+        self._snapshots.bump(0)
         self._sequences = Sequences(self.sizes.num_slots, self.pools.history, self._eos)
 
     def hello(self) -> WorkerHello:

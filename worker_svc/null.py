@@ -58,6 +58,7 @@ class NullBackend:
         )
 
     def reset(self) -> None:
+        self._arena.bump(0)
         self._slots = Slots(self._num_slots)
         self._seeds = np.zeros(self._num_slots, np.uint64)
 

@@ -1,8 +1,11 @@
 """`phalanx bench NAME`: measurements that state their conditions and compare within the same run."""
 
 import importlib
+import json
 import os
 import platform
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from phalanx.protocol.errors import PhalanxError
 from phalanx.supervisor.commands.common import console, json_option, print_json
 
 
@@ -51,6 +55,16 @@ def _run(name: str, as_json: bool, **arguments: Any) -> None:
     report(module.run(**arguments), as_json)
 
 
+def _in_process(name: str) -> dict[str, Any]:
+    """Run a benchmark that loads torch, which the command line must not."""
+    command = [sys.executable, "-P", "-m", f"phalanx.bench.{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PhalanxError(f"the benchmark failed: {done.stderr.strip()[-2000:]}")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
 @bench.command()
 @click.option("--model", default="tiny")
 @click.option("--ranks", default=2)
@@ -72,6 +86,13 @@ def ipc(as_json: bool) -> None:
 def scheduler(as_json: bool) -> None:
     """CPU time of a decode step's scheduling at 16, 64 and 256 running requests."""
     _run("scheduler", as_json)
+
+
+@bench.command()
+@json_option
+def model(as_json: bool) -> None:
+    """The tiny model's forward pass on the CPU, and what exactness costs."""
+    report(_in_process("model"), as_json)
 
 
 @bench.command()

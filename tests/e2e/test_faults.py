@@ -60,6 +60,22 @@ def test_a_killed_process_changes_no_token(
     assert_whole(three)
 
 
+def test_two_of_three_workers_fall_at_once(three: Node, requests: Any, fault_free: Any) -> None:
+    """The last one holds every expert then, and all streams."""
+    pids = three.pids()
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
+    thread.start()
+    wait_for(lambda: any(r["running"] for r in three("queues")[0]["ranks"]), 30, "running requests")
+    for victim in ("worker-0", "worker-2"):
+        os.kill(pids[victim], signal.SIGKILL)
+    thread.join(240)
+    assert got and got[0] == fault_free
+    wait_for(lambda: healthy(three), 60, "healthy again")
+    assert three.pids()["worker-1"] == pids["worker-1"]
+    assert_whole(three)
+
+
 def test_the_history_tells_what_fell(three: Node) -> None:
     (history,) = three("epochs")
     causes = [record["cause"] for record in history]

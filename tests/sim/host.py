@@ -279,13 +279,16 @@ class Host:
         child.said_ready = True
         if child.spec.kind == "worker":
             self.rows[child.spec.seat].incarnation = child.incarnation  # its old answers stay there
-            self.checks.worker_changes += 1
-        event = BecameReady(child.spec.name, child.incarnation, "numbers")
         # Messages travel: this one may come after the death of its sender.
-        self.after(self.ms(0, 30), lambda: self.feed(event))
+        self.after(self.ms(0, 30), lambda: self._hear_ready(child))
         if child.spec.kind == "worker":
             self._look_soon(child)
             self.after(200 * MS, lambda: self._look_again(child))
+
+    def _hear_ready(self, child: Child) -> None:
+        if child.spec.kind == "worker":
+            self.checks.worker_changes += 1
+        self.feed(BecameReady(child.spec.name, child.incarnation, "numbers"))
 
     def _look_again(self, child: Child) -> None:
         """A worker's sleep on its bell ends by itself."""

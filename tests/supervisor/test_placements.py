@@ -16,9 +16,7 @@ LAYERS, EXPERTS = 2, 10
 
 
 def settle(placements: GroupPlacements, *seats: int) -> Placement:
-    encoded = placements.settle(seats)
-    assert encoded is not None
-    return msgspec.msgpack.decode(encoded, type=Placement)
+    return msgspec.msgpack.decode(placements.settle(seats), type=Placement)
 
 
 @given(st.integers(1, 5), st.lists(st.sets(st.integers(0, 4), min_size=1), max_size=8))
@@ -26,10 +24,9 @@ def test_every_expert_has_a_holder_in_every_group(ranks: int, groups: list[set[i
     placements = GroupPlacements(LAYERS, EXPERTS, ranks)
     for group in groups:
         seats = tuple(sorted(seat for seat in group if seat < ranks))
-        encoded = placements.settle(seats) if seats else None
-        if encoded is None:
+        if not seats:
             continue
-        placement = msgspec.msgpack.decode(encoded, type=Placement)
+        placement = settle(placements, *seats)
         assert placement.seats == seats
         assert all(all(copies(placement, layer)) for layer in range(LAYERS))
 
@@ -42,12 +39,28 @@ def test_one_loss_always_leaves_room() -> None:
             settle(placements, *(seat for seat in range(ranks) if seat != lost))
 
 
-def test_too_few_seats_have_no_placement_and_the_last_one_is_kept() -> None:
+def test_the_last_one_standing_holds_everything() -> None:
     placements = GroupPlacements(LAYERS, EXPERTS, 4)
-    settle(placements, 0, 1, 2, 3)
-    before = placements.current
-    assert placements.settle((0,)) is None
-    assert placements.current == before
+    assert settle(placements, 0, 1, 2, 3).slots_per_rank == 4
+    assert settle(placements, 1, 3).slots_per_rank == 5
+    alone = settle(placements, 3)
+    assert alone.slots_per_rank == EXPERTS
+    assert all(sorted(layer[0]) == list(range(EXPERTS)) for layer in alone.physical_to_logical)
+
+
+def test_odd_sizes() -> None:
+    """Seven ranks become six, and three two: every survivor loads only what is missing."""
+    for ranks in (7, 3):
+        placements = GroupPlacements(LAYERS, 384, ranks)
+        full = settle(placements, *range(ranks))
+        rest = settle(placements, *(seat for seat in range(ranks) if seat != 1))
+        missing = sum(len(loads) for loads in moves(full, rest).values())
+        only_there = sum(
+            all(seat == 1 for seat, _ in held)
+            for layer in range(LAYERS)
+            for held in copies(full, layer)
+        )
+        assert missing == only_there > 0
 
 
 def test_survivors_keep_what_they_hold_when_one_returns() -> None:
@@ -59,7 +72,7 @@ def test_survivors_keep_what_they_hold_when_one_returns() -> None:
 
 
 def test_a_seat_lost_and_one_returned_at_once() -> None:
-    """Two of three fall, one comes back: the survivor alone has no room, the two together have."""
+    """Two of three fall, one comes back."""
     placements = GroupPlacements(LAYERS, EXPERTS, 3)
     settle(placements, 0, 1, 2)
     settle(placements, 0, 2)

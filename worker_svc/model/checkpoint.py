@@ -135,6 +135,19 @@ class Weights:
                 stack[slot].copy_(matrix)
         self._slots[layer][slot] = expert
 
+    def widen(self, layer: int, slots: int) -> None:
+        """Make room for more experts; the new slots hold none (-1). Fewer slots are never made."""
+        have = len(self._slots[layer])
+        if slots <= have:
+            return
+        self._slots[layer] += [-1] * (slots - have)
+        if not self.packs_experts:
+            w1, w3, w2 = (
+                torch.cat((stack, stack.new_zeros(slots - have, *stack.shape[1:])))
+                for stack in self._experts[layer]
+            )
+            self._experts[layer] = (w1, w3, w2)
+
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of an Engram table: int64 [...] -> bf16 [..., engram_head_dim]."""
         codes, scales = self.packed(f"layers.{layer}.engram.embed")

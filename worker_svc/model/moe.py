@@ -121,7 +121,7 @@ def run_expert_pairs(
 
 def _products(tiles: Tensor, weights: Tensor, out: Tensor) -> None:
     """Tile by tile, with a weight [out, in] each or one for all."""
-    torch.bmm(tiles, weights.transpose(1, 2).expand(len(tiles), -1, -1), out=out)
+    torch.bmm(tiles, weights.transpose(1, 2).expand(tiles.shape[0], -1, -1), out=out)
 
 
 def _tiles(
