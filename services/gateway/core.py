@@ -52,7 +52,7 @@ from phalanx.services.gateway.delivery import Delivery, Send
 from phalanx.services.gateway.entries import Accept, Alive, Finish, Forget, Op, Recovered, Stamp
 from phalanx.services.gateway.kept import Kept
 from phalanx.services.gateway.ledger import Ledger
-from phalanx.services.gateway.placement import Placement, Seat, ids_of
+from phalanx.services.gateway.placement import Placement, ids_of
 from phalanx.services.gateway.streams import End, Request, Stream
 from phalanx.services.gateway.texts import EncodeJob, Texts
 
@@ -177,7 +177,7 @@ class Core:
             self._texts.encode(EncodeJob(pending.number, message.prompt, message.messages))
 
     def _tokenized(self, pending: Pending, prompt_ids: Sequence[int]) -> None:
-        pool_tokens = self._placement.pool_tokens()
+        pool_tokens = self._placement.seats.pool_tokens()
         try:
             entry = self._admission.resolve(pending, prompt_ids, pool_tokens, self._fingerprint)
         except Refused as refused:
@@ -251,7 +251,7 @@ class Core:
             self._accepted,
             self._refused,
             dict(self._finished),
-            self._placement.loads(),
+            self._placement.seats.loads(),
         )
 
     def _health_reply(self, call: int) -> HealthReply:
@@ -329,7 +329,7 @@ class Core:
 
     def _known(self, peer: bytes, now_ns: int) -> bool:
         """Whether its Hello came. If not, its name is as good: a Hello may be lost."""
-        if self._texts.knows(peer) or self._placement.seat_of(peer) is not None:
+        if self._texts.knows(peer) or self._placement.seats.of(peer) is not None:
             return True
         hello = introduction(peer)
         if hello is not None:
@@ -460,8 +460,7 @@ class Core:
 
     def _end_recovery(self, now_ns: int) -> None:
         """What no scheduler runs any more is run anew: the same tokens, by construction."""
-        seats = self._placement.seats.values()
-        if now_ns < self._recover_by_ns and not (seats and all(map(_has_told, seats))):
+        if now_ns < self._recover_by_ns and not self._placement.seats.all_told():
             return
         for stream in list(self._recovering.values()):
             told = stream.entry.fingerprint
@@ -544,11 +543,6 @@ def introduction(peer: bytes) -> Hello | None:
 def _reached(request: Request, stream: Stream) -> int:
     """How many of its tokens the stream's reader has; without one, the most that any reader got."""
     return request.view.cursors[stream.index] if request.view is not None else stream.sent
-
-
-def _has_told(seat: Seat) -> bool:
-    """It said what it runs, or nobody is there to say."""
-    return seat.listed or not (seat.peer or seat.member)
 
 
 def _unknown(request_id: str) -> Refused:

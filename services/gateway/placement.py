@@ -8,12 +8,11 @@ for long is asked after, so that no lost message makes anyone wait for ever.
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import msgspec
 
 from phalanx.protocol.errors import Code
-from phalanx.protocol.limits import BLOCK_SIZE, COMMAND_RETRY_MS
+from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.messages import (
     AbortSequence,
     FinalSeen,
@@ -29,6 +28,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from phalanx.protocol.topology import Topology
+from phalanx.services.gateway.seats import Seat, Seats
 from phalanx.services.gateway.streams import End, Place, Stream
 
 MS = 1_000_000
@@ -45,23 +45,6 @@ ANEW = (Code.INTERNAL, Code.UNKNOWN_REQUEST)  # a new attempt may do; a few time
 BusCommand = Submit | AbortSequence | Resend | FinalSeen | ListSequences
 
 
-@dataclass(eq=False)
-class Seat:
-    number: int
-    peer: bytes = b""  # of its present scheduler; empty: none
-    incarnation: int = 0
-    load: SeatLoad | None = None
-    total_blocks: int = 0  # as some scheduler of it last said
-    worker_incarnation: int = 0  # as the topology says
-    member: bool = True  # until a topology says otherwise
-    streams: dict[int, Stream] = field(default_factory=dict)
-    next_seq: int = -1  # of its Tokens messages; -1: take the first as it comes
-    list_call: int = 0
-    list_at_ns: int = 0
-    listed: bool = False  # it answered what it runs, in its present incarnation
-    not_before_ns: int = 0
-
-
 class Placement:
     """The seats, what waits for one, and what is to be said to their schedulers."""
 
@@ -74,10 +57,9 @@ class Placement:
         eos_token_id: int,
     ) -> None:
         self._send = send
-        self._capacity = seat_capacity
         self._first_attempt = first_attempt
         self._eos_token_id = eos_token_id
-        self.seats: dict[int, Seat] = {}
+        self.seats = Seats(seat_capacity)
         # Heap: most urgent, then oldest. Entries that no longer wait are dropped when they surface.
         self._waiting: list[tuple[int, int, int, Stream]] = []
         self._pushes = 0
@@ -89,36 +71,23 @@ class Placement:
         self._ended: list[Stream] = []
         self._last_call = 0
 
-    # --- what others may ask ---
-
-    def pool_tokens(self) -> int | None:
-        """Tokens that every rank's KV pool can hold, so that any rank can take over from any other."""
-        pools = [seat.total_blocks for seat in self.seats.values() if seat.total_blocks > 0]
-        return min(pools, default=0) * BLOCK_SIZE or None
-
-    def loads(self) -> tuple[SeatLoad, ...]:
-        return tuple(seat.load for _, seat in sorted(self.seats.items()) if seat.load and seat.peer)
-
-    def seat_of(self, peer: bytes) -> Seat | None:
-        return next((seat for seat in self.seats.values() if peer and seat.peer == peer), None)
-
     # --- the seats' comings and goings ---
 
     def hello(self, peer: bytes, number: int, incarnation: int, now_ns: int) -> None:
-        seat = self.seats.setdefault(number, Seat(number))
+        seat = self.seats.get(number)
         if incarnation < seat.incarnation or (incarnation == seat.incarnation and seat.peer):
             return
         self._replace_scheduler(seat, peer, incarnation)
         self._list(seat, now_ns)
 
     def lost(self, peer: bytes) -> None:
-        seat = self.seat_of(peer)
+        seat = self.seats.of(peer)
         if seat is not None:
             self._replace_scheduler(seat, b"", seat.incarnation)
 
     def on_topology(self, topology: Topology) -> None:
         for told in topology.seats:
-            seat = self.seats.setdefault(told.seat, Seat(told.seat))
+            seat = self.seats.get(told.seat)
             seat.member = told.state == "member"
             if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
                 self._move_all(seat)
@@ -127,7 +96,7 @@ class Placement:
                 self._replace_scheduler(seat, b"", seat.incarnation)
 
     def on_load(self, peer: bytes, load: SeatLoad) -> None:
-        seat = self.seat_of(peer)
+        seat = self.seats.of(peer)
         if seat is not None and load.incarnation == seat.incarnation:
             seat.load = load
             seat.total_blocks = load.total_blocks or seat.total_blocks
@@ -166,7 +135,7 @@ class Placement:
             if stream.final is not None or stream.place is not None or stream.end is not None:
                 heapq.heappop(self._waiting)
                 continue
-            seat = self._least_loaded(now_ns)
+            seat = self.seats.least_loaded(now_ns)
             if seat is None:
                 break
             heapq.heappop(self._waiting)
@@ -179,20 +148,6 @@ class Placement:
         """Streams that need no seat any more: their tokens say that they have ended."""
         taken, self._ended = self._ended, []
         return taken
-
-    def _least_loaded(self, now_ns: int) -> Seat | None:
-        usable = (
-            seat
-            for seat in self.seats.values()
-            if seat.peer
-            and seat.member
-            and seat.load is not None
-            and seat.load.accepting
-            and seat.load.worker_incarnation in (0, seat.worker_incarnation)
-            and len(seat.streams) < self._capacity
-            and seat.not_before_ns <= now_ns
-        )
-        return min(usable, key=lambda seat: (len(seat.streams), seat.number), default=None)
 
     def _submit(self, stream: Stream, seat: Seat, now_ns: int) -> None:
         stream.attempt = max(stream.attempt + 1, self._first_attempt)
@@ -232,7 +187,7 @@ class Placement:
         place = stream.place
         if place is None:
             return
-        seat = self.seats[place.seat]
+        seat = self.seats.by_number[place.seat]
         self._unplace(stream)
         if reason is None:
             self._final_seen(seat, stream.request_id, stream.index, place.attempt)
@@ -243,7 +198,7 @@ class Placement:
         place = stream.place
         if place is not None:
             self._calls.pop(place.call, None)
-            self.seats[place.seat].streams.pop(stream.number, None)
+            self.seats.by_number[place.seat].streams.pop(stream.number, None)
             stream.place = None
 
     def _abort(
@@ -271,7 +226,7 @@ class Placement:
         stream = self._calls.get(message.call)
         if stream is None or stream.place is None:
             return
-        seat = self.seats[stream.place.seat]
+        seat = self.seats.by_number[stream.place.seat]
         if seat.peer == peer and message.incarnation == seat.incarnation:
             del self._calls[message.call]
             if not stream.place.acknowledged:
@@ -281,7 +236,7 @@ class Placement:
     def on_refusal(self, peer: bytes, message: Refusal, now_ns: int) -> tuple[Stream, End] | None:
         """A stream that no seat will take, and why; None while there is hope."""
         stream = self._calls.get(message.call)
-        seat = self.seat_of(peer)
+        seat = self.seats.of(peer)
         if (
             stream is None
             or stream.place is None
@@ -301,7 +256,7 @@ class Placement:
 
     def on_done(self, peer: bytes, call: int) -> None:
         known = self._aborts.get(call)
-        seat = self.seat_of(peer)
+        seat = self.seats.of(peer)
         if known is not None and seat is not None and seat.number == known[0]:
             abort = known[1]
             self._end_abort(call, abort)
@@ -313,7 +268,7 @@ class Placement:
         self, peer: bytes, message: Tokens, find: Callable[[str, int], Stream | None], now_ns: int
     ) -> Iterator[Stream]:
         """The streams that got something new."""
-        seat = self.seat_of(peer)
+        seat = self.seats.of(peer)
         if seat is None or (message.seat, message.incarnation) != (seat.number, seat.incarnation):
             return
         if message.seq != seat.next_seq and seat.next_seq >= 0 and message.seq > seat.next_seq:
@@ -394,7 +349,7 @@ class Placement:
         now_ns: int,
     ) -> Iterator[Stream]:
         """Adopt what this seat runs of ours; the streams that got tokens by it."""
-        seat = self.seat_of(peer)
+        seat = self.seats.of(peer)
         if seat is None or message.call != seat.list_call:
             return
         seat.list_call, seat.listed = 0, True
@@ -429,8 +384,8 @@ class Placement:
             if at_ns <= now_ns:
                 self._aborts[call] = (number, abort, now_ns + RETRY_NS)
                 if at_ns:
-                    self._send(self.seats[number].peer, abort)
-        for seat in self.seats.values():
+                    self._send(self.seats.by_number[number].peer, abort)
+        for seat in self.seats.by_number.values():
             if not seat.peer:
                 continue
             wait_ns = RETRY_NS if seat.list_call else LIST_NS

@@ -583,7 +583,7 @@ def check_nothing_left(world: World) -> None:
     admission = gateway._admission
     assert not admission.pending and not admission._by_call and not gateway._recovering
     assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._abort_calls
-    for seat in gateway._placement.seats.values():
+    for seat in gateway._placement.seats.by_number.values():
         assert not seat.streams
     assert not gateway._placement._aborts and not gateway._placement._aborting
     assert not gateway._placement._calls and not gateway._texts._dirty

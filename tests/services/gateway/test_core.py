@@ -651,7 +651,7 @@ def test_a_new_gateway_takes_a_name_for_a_hello() -> None:
     desk.says(b"scheduler-4#2", Ping("scheduler-4"))
     assert [type(m) for _, m in desk.bus] == [Welcome, ListSequences, Welcome]
     desk.says(b"nobody", Ping("nobody"))
-    assert desk.core._placement.seats.keys() == {4}
+    assert desk.core._placement.seats.by_number.keys() == {4}
 
 
 def test_other_numerics_never_continue_a_stream() -> None:

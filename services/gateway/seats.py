@@ -1,0 +1,70 @@
+"""The seats as the gateway knows them: their schedulers, what they said of themselves, who is next. Pure."""
+
+from dataclasses import dataclass, field
+
+from phalanx.protocol.limits import BLOCK_SIZE
+from phalanx.protocol.messages import SeatLoad
+from phalanx.services.gateway.streams import Stream
+
+
+@dataclass(eq=False)
+class Seat:
+    number: int
+    peer: bytes = b""  # of its present scheduler; empty: none
+    incarnation: int = 0
+    load: SeatLoad | None = None
+    total_blocks: int = 0  # as some scheduler of it last said
+    worker_incarnation: int = 0  # as the topology says
+    member: bool = True  # until a topology says otherwise
+    streams: dict[int, Stream] = field(default_factory=dict)
+    next_seq: int = -1  # of its Tokens messages; -1: take the first as it comes
+    list_call: int = 0
+    list_at_ns: int = 0
+    listed: bool = False  # it answered what it runs, in its present incarnation
+    not_before_ns: int = 0
+
+    @property
+    def has_told(self) -> bool:
+        """It said what it runs, or nobody is there to say."""
+        return self.listed or not (self.peer or self.member)
+
+
+class Seats:
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity  # sequences given to one seat at a time
+        self.by_number: dict[int, Seat] = {}
+
+    def get(self, number: int) -> Seat:
+        """The seat, known so far or not."""
+        return self.by_number.setdefault(number, Seat(number))
+
+    def of(self, peer: bytes) -> Seat | None:
+        """The seat whose present scheduler this is."""
+        return next((s for s in self.by_number.values() if peer and s.peer == peer), None)
+
+    def all_told(self) -> bool:
+        return bool(self.by_number) and all(seat.has_told for seat in self.by_number.values())
+
+    def pool_tokens(self) -> int | None:
+        """Tokens that every rank's KV pool can hold, so that any rank can take over from any other."""
+        pools = [seat.total_blocks for seat in self.by_number.values() if seat.total_blocks > 0]
+        return min(pools, default=0) * BLOCK_SIZE or None
+
+    def loads(self) -> tuple[SeatLoad, ...]:
+        seats = sorted(self.by_number.items())
+        return tuple(seat.load for _, seat in seats if seat.load and seat.peer)
+
+    def least_loaded(self, now_ns: int) -> Seat | None:
+        """Where the next sequence goes; None while no seat takes one."""
+        usable = (
+            seat
+            for seat in self.by_number.values()
+            if seat.peer
+            and seat.member
+            and seat.load is not None
+            and seat.load.accepting
+            and seat.load.worker_incarnation in (0, seat.worker_incarnation)
+            and len(seat.streams) < self._capacity
+            and seat.not_before_ns <= now_ns
+        )
+        return min(usable, key=lambda seat: (len(seat.streams), seat.number), default=None)
