@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.rows import lanewise, matmul_rows, rms_scale, round_bf16
+from phalanx.kernels.reference.rows import constant, lanewise, matmul_rows, rms_scale, round_bf16
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ def mix(h: Tensor, weights: MixWeights, *, iters: int, hc_eps: float, eps: float
     """Weights of one sublayer from the stream h, float32 [R, n, D]."""
     copies = h.shape[1]
     z = h.flatten(1)
-    m = matmul_rows(z, weights.fn) * rms_scale(z, eps) * weights.scale + weights.base
+    m = matmul_rows(z, weights.fn).mul_(rms_scale(z, eps)).mul_(weights.scale).add_(weights.base)
     gates = lanewise(torch.sigmoid, m[:, : 2 * copies])
     comb = sinkhorn(m[:, 2 * copies :], copies, iters=iters, eps=hc_eps)
-    return Mix(gates[:, :copies] + hc_eps, gates[:, copies:] * 2, comb)
+    return Mix(gates[:, :copies] + constant(hc_eps), gates[:, copies:] * constant(2.0), comb)
 
 
 def sinkhorn(logits: Tensor, copies: int, *, iters: int, eps: float) -> Tensor:
@@ -91,7 +91,7 @@ def expand(y: Tensor, h: Tensor, mixed: Mix) -> Tensor:
         h: float32 [R, n, D], the stream that the sublayer read.
     """
     copies = _sum_copies(mixed.comb.unsqueeze(-1) * h.unsqueeze(2))
-    return round_bf16(mixed.post.unsqueeze(-1) * y.unsqueeze(1) + copies)
+    return round_bf16((mixed.post.unsqueeze(-1) * y.unsqueeze(1)).add_(copies))
 
 
 def mean_copies(h: Tensor) -> Tensor:

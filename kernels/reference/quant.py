@@ -27,6 +27,11 @@ _KV_FLOOR: Final = (
     6.0 * 2.0**-9
 )  # smallest group maximum of QF4_kv: its scale is then e4m3's smallest
 _LARGEST: Final = 2.0**127  # keeps an infinite maximum from turning the scale into NaN
+# Operands as tensors: with Python numbers torch takes twice as long for small tensors.
+_MANTISSA: Final = torch.tensor(0x7FFFFF, dtype=torch.int32)
+_NOT_MANTISSA: Final = torch.tensor(~0x7FFFFF, dtype=torch.int32)
+_PER_E4M3_MAX: Final = torch.tensor(1.0 / E4M3_MAX)
+_PER_E2M1_MAX: Final = torch.tensor(1.0 / E2M1_MAX)
 
 _E2M1_MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1: Final = torch.tensor(_E2M1_MAGNITUDES + tuple(-m for m in _E2M1_MAGNITUDES))
@@ -36,15 +41,15 @@ _TABLE_FROM: Final = 2048  # codes from which a table is faster than torch's con
 _DEQUANT_ROWS: Final = 2 * GROUP  # rows of a weight at a time: what is between stays in the cache
 
 # Halfway points where the even neighbour is the lower code (strict: the tie stays below) or the upper.
-_TIES_DOWN: Final = (0.25, 1.25, 2.5, 5.0)
-_TIES_UP: Final = (0.75, 1.75, 3.5)
+_TIES_DOWN: Final = tuple(torch.tensor(tie) for tie in (0.25, 1.25, 2.5, 5.0))
+_TIES_UP: Final = tuple(torch.tensor(tie) for tie in (0.75, 1.75, 3.5))
 
 
 def pow2ceil(v: Tensor) -> Tensor:
     """The smallest power of two that is >= v. float32, v > 0 and at most 2^127 -> float32."""
     # A non-zero mantissa carries into the exponent field; the mask then drops the mantissa.
     bits = v.contiguous().view(torch.int32)
-    return ((bits + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    return bits.add(_MANTISSA).bitwise_and_(_NOT_MANTISSA).view(torch.float32)
 
 
 def ue8m0_encode(scale: Tensor) -> Tensor:
@@ -75,7 +80,7 @@ def _grouped(x: Tensor, group: int) -> Tensor:
 
 def _amax(groups: Tensor, floor: float) -> Tensor:
     """[..., G, n] -> the largest magnitude of each group, at least `floor`, [..., G, 1]."""
-    return groups.abs().amax(dim=-1, keepdim=True).clamp(floor, _LARGEST)
+    return groups.abs().amax(dim=-1, keepdim=True).clamp_(floor, _LARGEST)
 
 
 # --- Q8: activations and window entries -----------------------------------------------------------
@@ -83,8 +88,8 @@ def _amax(groups: Tensor, floor: float) -> Tensor:
 
 def _q8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     groups = _grouped(x, GROUP)
-    scale = pow2ceil(_amax(groups, _Q8_FLOOR) * (1.0 / E4M3_MAX))
-    return (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+    scale = pow2ceil(_amax(groups, _Q8_FLOOR).mul_(_PER_E4M3_MAX))
+    return (groups / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
 def q8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +166,7 @@ def qf4_idx(x: Tensor) -> tuple[Tensor, Tensor]:
         Packed codes uint8 [..., K/2] and scales ue8m0 uint8 [..., K/32].
     """
     groups = _grouped(x, GROUP)
-    scale = pow2ceil(_amax(groups, _IDX_FLOOR) * (1.0 / E2M1_MAX))
+    scale = pow2ceil(_amax(groups, _IDX_FLOOR).mul_(_PER_E2M1_MAX))
     packed = pack_nibbles(e2m1_encode((groups / scale).flatten(-2)))
     return packed, ue8m0_encode(scale.squeeze(-1))
 

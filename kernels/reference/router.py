@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from phalanx.kernels.reference.rows import lanewise, matmul_rows, sum_columns
+from phalanx.kernels.reference.rows import constant, lanewise, matmul_rows, sum_columns
 
 
 def route(
@@ -19,8 +19,9 @@ def route(
     Returns:
         topk_idx int64 [R, k], best first, and topk_weights float32 [R, k].
     """
-    scores = lanewise(softplus, matmul_rows(x, gate)).sqrt()
+    scores = lanewise(softplus, matmul_rows(x, gate)).sqrt_()
     order = (scores + bias).sort(dim=1, descending=True, stable=True).indices
     topk_idx = order[:, :num_topk].contiguous()
     picked = scores.gather(1, topk_idx)
-    return topk_idx, picked / (sum_columns(picked) + 1e-20) * scaling
+    total = sum_columns(picked) + constant(1e-20)
+    return topk_idx, (picked / total).mul_(constant(scaling))

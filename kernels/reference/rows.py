@@ -4,10 +4,12 @@ A library may choose another order of summation for another number of rows, and 
 a vector loop may take a scalar path with other rounding. Both would change a token when a neighbour
 joins the batch. So every matrix product runs as a batch of equal products of `TILE` rows, and every
 transcendental runs over whole groups of vector lanes. `worker_svc.model.invariance` checks both on
-the machine at hand.
+the machine at hand. `exact_rows(False)` gives all of that up for speed: `--numerics fast`, and the
+yardstick that exactness is measured against.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 import torch
@@ -15,6 +17,24 @@ from torch import Tensor
 
 TILE: Final = 8  # rows of one matrix product
 LANES: Final = 64  # at least two vectors of every instruction set, the unit of torch's vector loops
+
+_exact = True
+
+
+def exact_rows(on: bool) -> None:
+    """Whether the rows of this process are computed alike in every batch; they are unless told."""
+    global _exact
+    _exact = on
+
+
+def are_rows_exact() -> bool:
+    return _exact
+
+
+@cache
+def constant(value: float) -> Tensor:
+    """A number as a float32 tensor: with a Python number torch takes twice as long for small tensors."""
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def round_bf16(x: Tensor) -> Tensor:
@@ -24,7 +44,7 @@ def round_bf16(x: Tensor) -> Tensor:
 
 def padded(num_rows: int) -> int:
     """The number of rows after filling the last tile."""
-    return -(-num_rows // TILE) * TILE
+    return -(-num_rows // TILE) * TILE if _exact else num_rows
 
 
 def pad_rows(x: Tensor, fill: float = 0.0) -> Tensor:
@@ -46,20 +66,23 @@ def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
         float32 [R, N]. Not `torch.matmul`, which would fold the tiles into one product of R rows.
     """
     num_rows, depth = x.shape
+    if not _exact:
+        return x @ weight.t()
     if num_rows == 0:
         return x.new_empty((0, weight.shape[0]))
     if weight.shape[0] == 1:  # would become a product with a vector, which has no tiles
         return matmul_rows(x, weight.expand(2, -1))[:, :1]
     tiles = pad_rows(x).view(-1, TILE, depth)
     product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1))
-    return product.view(-1, weight.shape[0])[:num_rows]
+    product = product.view(-1, weight.shape[0])
+    return product if num_rows % TILE == 0 else product[:num_rows]
 
 
 def lanewise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply an element-wise function so that no element falls into a scalar remainder loop."""
     count = x.numel()
     missing = -count % LANES
-    if missing == 0:
+    if missing == 0 or not _exact:
         return function(x.contiguous())
     flat = torch.cat((x.reshape(-1), x.new_zeros(missing)))
     return function(flat)[:count].view(x.shape)
@@ -75,9 +98,9 @@ def sum_columns(x: Tensor) -> Tensor:
 
 def rms_scale(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, [..., 1]."""
-    return torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return x.square().mean(dim=-1, keepdim=True).add_(constant(eps)).rsqrt_()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm (model.md C.0): float32 [..., D], weight [D] -> bf16 values as float32."""
-    return round_bf16(x * rms_scale(x, eps) * weight)
+    return round_bf16((x * rms_scale(x, eps)).mul_(weight))

@@ -16,5 +16,5 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None
     Returns:
         bf16 values [R, I].
     """
-    a = lanewise(silu, gate.clamp(max=limit)) * up.clamp(-limit, limit)
-    return round_bf16(a if weights is None else weights.unsqueeze(-1) * a)
+    a = lanewise(silu, gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
+    return round_bf16(a if weights is None else a.mul_(weights.unsqueeze(-1)))
