@@ -10,6 +10,7 @@ a MessagePack map whose `type` field names the struct (`docs/protocol.md`). Thre
 * Step traffic (`steps.py`) goes through rings and is fenced by the epoch.
 """
 
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -303,15 +304,41 @@ class TokensItem(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    handle: int = 0  # names the sequence in TokenRows from now on; 0: none is given
+
+
+class TokenRows(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of running sequences whose handle some TokensItem told: one array a field, so that a
+    step is a handful of bytes objects whatever the batch. A handle is never used twice within one
+    incarnation of a scheduler; who does not know it drops the row and asks for a Resend in its time."""
+
+    handles: bytes = b""  # int64 [rows]
+    offsets: bytes = b""  # int32 [rows], of the first token among the outputs
+    counts: bytes = b""  # uint8 [rows]
+    token_ids: bytes = b""  # int32 [sum(counts)]
+
+    def each(self) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """(handle, offset, token ids) of every row."""
+        tokens, at = memoryview(self.token_ids).cast("i").tolist(), 0
+        offsets = memoryview(self.offsets).cast("i")
+        for handle, offset, count in zip(
+            memoryview(self.handles).cast("q"), offsets, self.counts, strict=True
+        ):
+            yield handle, offset, tuple(tokens[at : at + count])
+            at += count
 
 
 class Tokens(Message, frozen=True):
-    """New tokens of a step. `seq` counts these messages within one incarnation."""
+    """New tokens of a step: first `rows`, then `items`, for first tokens, ends, logprobs and resends.
+
+    `seq` counts these messages within one incarnation.
+    """
 
     seat: int
     incarnation: int
     seq: int
-    items: tuple[TokensItem, ...]
+    items: tuple[TokensItem, ...] = ()
+    rows: TokenRows = TokenRows()
 
 
 class Resend(Message, frozen=True):

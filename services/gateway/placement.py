@@ -24,6 +24,7 @@ from phalanx.protocol.messages import (
     SequenceList,
     Submit,
     Submitted,
+    TokenRows,
     Tokens,
     TokensItem,
 )
@@ -105,6 +106,7 @@ class Placement:
         self._move_all(seat)
         seat.peer, seat.incarnation, seat.load = peer, incarnation, None
         seat.next_seq, seat.listed, seat.list_call, seat.not_before_ns = -1, False, 0, 0
+        seat.handles.clear()
         for call, (number, abort, _) in list(self._aborts.items()):
             if number == seat.number:
                 self._end_abort(call, abort)
@@ -199,6 +201,7 @@ class Placement:
         if place is not None:
             self._calls.pop(place.call, None)
             self.seats.by_number[place.seat].streams.pop(stream.number, None)
+            self.seats.by_number[place.seat].handles.pop(place.handle, None)
             stream.place = None
 
     def _abort(
@@ -274,29 +277,37 @@ class Placement:
         if message.seq != seat.next_seq and seat.next_seq >= 0 and message.seq > seat.next_seq:
             self._ask_all(seat, now_ns)
         seat.next_seq = max(seat.next_seq, message.seq + 1)
+        yield from self._on_rows(seat, message.rows, now_ns)
         for item in message.items:
             stream = find(item.request_id, item.index)
             place = stream.place if stream is not None else None
-            if (
-                stream is None
-                or place is None
-                or (place.seat, place.attempt)
-                != (
-                    seat.number,
-                    item.attempt,
-                )
-            ):
+            here = (seat.number, item.attempt)
+            if stream is None or place is None or (place.seat, place.attempt) != here:
                 self._disown(seat, item.request_id, item.index, item.attempt, item.finish_reason)
             elif self._take(stream, place, seat, item, now_ns):
+                yield stream
+
+    def _on_rows(self, seat: Seat, rows: TokenRows, now_ns: int) -> Iterator[Stream]:
+        for handle, offset, token_ids in rows.each():
+            stream = seat.handles.get(handle)
+            if stream is None or stream.place is None:
+                # Whose it is was told in a message that got lost, or to an earlier gateway; or it is
+                # over, and its scheduler was told so.
+                self._ask_nameless(seat, now_ns)
+            elif not stream.extend(offset, token_ids):
+                self._ask(stream, stream.place, seat, now_ns)
+            else:
+                self._heard(stream.place, now_ns)
                 yield stream
 
     def _take(
         self, stream: Stream, place: Place, seat: Seat, item: TokensItem, now_ns: int
     ) -> bool:
-        # Its tokens are as good as a Submitted.
-        self._calls.pop(place.call, None)
-        place.acknowledged, place.quiet, place.repeat_at_ns = True, 0, now_ns + QUIET_NS
+        self._heard(place, now_ns)
         stream.tries = 0
+        if item.handle and not place.handle:
+            place.handle = item.handle
+            seat.handles[item.handle] = stream
         before = len(stream.tokens)
         if item.finish_reason == "abort" and item.code is None:
             # Not by this gateway, which is done with what it aborts: an old word reached it late.
@@ -312,6 +323,17 @@ class Placement:
             self.release(stream)
             return True
         return len(stream.tokens) > before
+
+    def _heard(self, place: Place, now_ns: int) -> None:
+        """Tokens are as good as a Submitted."""
+        self._calls.pop(place.call, None)
+        place.acknowledged, place.quiet, place.repeat_at_ns = True, 0, now_ns + QUIET_NS
+
+    def _ask_nameless(self, seat: Seat, now_ns: int) -> None:
+        for stream in seat.streams.values():
+            place = stream.place
+            if place is not None and place.acknowledged and not place.handle:
+                self._ask(stream, place, seat, now_ns)
 
     def _disown(
         self, seat: Seat, request_id: str, index: int, attempt: int, reason: FinishReason | None

@@ -17,6 +17,7 @@ class Seat:
     worker_incarnation: int = 0  # as the topology says
     member: bool = True  # until a topology says otherwise
     streams: dict[int, Stream] = field(default_factory=dict)
+    handles: dict[int, Stream] = field(default_factory=dict)  # of those, by its scheduler's handles
     next_seq: int = -1  # of its Tokens messages; -1: take the first as it comes
     list_call: int = 0
     list_at_ns: int = 0

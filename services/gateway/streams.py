@@ -50,6 +50,7 @@ class Place:
     repeat_at_ns: int  # when to repeat the Submit or to ask after a quiet stream
     quiet: int = 0  # how often it was asked after without hearing of it
     resend_at_ns: int = 0  # a gap is asked for again not before
+    handle: int = 0  # its name in this scheduler's TokenRows; 0: not told yet
 
 
 class Stream:
@@ -96,13 +97,19 @@ class Stream:
 
     # --- from the scheduler ---
 
+    def extend(self, offset: int, token_ids: Sequence[int]) -> bool:
+        """Add what is new of these tokens. False when tokens before them are missing."""
+        have = len(self.tokens)
+        if offset > have:
+            return False
+        self.tokens.extend(token_ids[have - offset :])
+        return True
+
     def take(self, item: TokensItem) -> bool:
         """Add what is new in `item`. False when tokens before it are missing."""
         have = len(self.tokens)
-        if item.offset > have:
+        if not self.extend(item.offset, item.token_ids):
             return False
-        fresh = item.token_ids[have - item.offset :]
-        self.tokens.extend(fresh)
         if self.sampling.logprobs is not None:
             self.logprobs.extend(item.logprobs[have - item.offset :])
         self.cached_tokens = max(self.cached_tokens, item.cached_tokens)

@@ -33,6 +33,7 @@ from phalanx.protocol.messages import (
     Submit,
     Submitted,
     TokenLogprobs,
+    TokenRows,
     Tokens,
     TokensItem,
 )
@@ -127,6 +128,8 @@ class Running:
     finish: FinishReason | None = None
     code: Code | None = None
     cached: int = 0
+    handle: int = 0
+    told: bool = False  # its handle was
 
 
 class FakeScheduler:
@@ -138,7 +141,7 @@ class FakeScheduler:
         self.over: dict[tuple[str, int], int] = {}
         self.worker = 0  # incarnation; 0: none
         self.member = False
-        self.seq = 0
+        self.seq = self.handles = 0
         self.slots, self.blocks = slots, blocks
         self.most = 0  # live sequences at once, ever
 
@@ -186,12 +189,15 @@ class FakeScheduler:
             return []
         running = [s for s in self.sequences.values() if s.finish is None]
         running.sort(key=lambda s: -s.submit.priority)
-        items = []
+        items, rows = [], []
         for one in running[: self.slots]:
             before = len(one.outputs)
             self._advance(one)
-            items.append(self._item(one, before))
-        return [self._tokens(items)] if items else []
+            if one.told and one.finish is None and one.submit.sampling.logprobs is None:
+                rows.append((one.handle, before, one.outputs[-1]))
+            else:
+                items.append(self._item(one, before))
+        return [self._tokens(items, rows)] if items or rows else []
 
     def repeat_finals(self) -> list[BusToGateway]:
         items = [
@@ -209,7 +215,9 @@ class FakeScheduler:
             return [Refusal(submit.call, Code.UNKNOWN_REQUEST, "over")]
         if not (self.worker and self.member):
             return [Refusal(submit.call, Code.NOT_READY, "no worker")]
-        running = Running(submit, list(memoryview(submit.outputs).cast("i")))
+        self.handles += 1
+        outputs = list(memoryview(submit.outputs).cast("i"))
+        running = Running(submit, outputs, handle=self.handles)
         self.sequences[key] = running
         live = sum(one.finish is None for one in self.sequences.values())
         self.most = max(self.most, live)
@@ -259,6 +267,7 @@ class FakeScheduler:
         if submit.sampling.logprobs is not None:
             positions = range(offset, len(one.outputs))
             logprobs = tuple(logprob_at(seed, submit.prompt, at) for at in positions)
+        one.told = True
         return TokensItem(
             submit.request_id,
             submit.index,
@@ -269,8 +278,15 @@ class FakeScheduler:
             one.code,
             cached_tokens=one.cached,
             logprobs=logprobs,
+            handle=one.handle,
         )
 
-    def _tokens(self, items: list[TokensItem]) -> Tokens:
+    def _tokens(self, items: list[TokensItem], rows: Sequence[tuple[int, int, int]] = ()) -> Tokens:
         self.seq += 1
-        return Tokens(self.seat, self.incarnation, self.seq, tuple(items))
+        columns = TokenRows(
+            array("q", [row[0] for row in rows]).tobytes(),
+            array("i", [row[1] for row in rows]).tobytes(),
+            bytes([1] * len(rows)),
+            array("i", [row[2] for row in rows]).tobytes(),
+        )
+        return Tokens(self.seat, self.incarnation, self.seq, tuple(items), columns)

@@ -357,7 +357,11 @@ class World:
                 items.append(msgspec.structs.replace(item, token_ids=(7, 7, 7, 7)))
         if items:
             scheduler.seq += 1
-            message = Tokens(scheduler.seat, scheduler.incarnation, scheduler.seq, tuple(items))
+            whole = tuple(items)
+            message = Tokens(scheduler.seat, scheduler.incarnation, scheduler.seq, whole)
+            if self.rng.random() < 0.5:
+                rows = [(item.handle, item.offset, 7) for item in items]
+                message = scheduler._tokens([], rows)
             gateway = self.gateway
 
             def send() -> None:
@@ -584,7 +588,7 @@ def check_nothing_left(world: World) -> None:
     assert not admission.pending and not admission._by_call and not gateway._recovering
     assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._abort_calls
     for seat in gateway._placement.seats.by_number.values():
-        assert not seat.streams
+        assert not seat.streams and not seat.handles
     assert not gateway._placement._aborts and not gateway._placement._aborting
     assert not gateway._placement._calls and not gateway._texts._dirty
     assert not gateway._texts._encodes

@@ -45,6 +45,7 @@ from phalanx.protocol.messages import (
     Submit,
     Submitted,
     TokenLogprobs,
+    TokenRows,
     Tokens,
     TokensItem,
     Welcome,
@@ -297,6 +298,40 @@ def test_gaps_are_asked_for_and_duplicates_dropped() -> None:
     desk.decodes()
     desk.decodes()
     assert texts(desk.told()) == "[10][11][12][13][14]"
+
+
+def test_rows_are_tokens_of_the_sequence_whose_handle_was_told() -> None:
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+
+    def row(handle: int, offset: int, *ids: int, seq: int) -> None:
+        rows = TokenRows(
+            array("q", [handle]).tobytes(),
+            array("i", [offset]).tobytes(),
+            bytes([len(ids)]),
+            array("i", ids).tobytes(),
+        )
+        desk.says(seat, Tokens(0, 1, seq, rows=rows))
+
+    desk.says(seat, Submitted(submit.call, 0, 1))
+    row(77, 0, 10, seq=1)  # nobody said whose that is
+    assert desk.sent(Resend) == [(seat, Resend(rid, 0, submit.attempt, 0))]
+    first = TokensItem(rid, 0, submit.attempt, 0, (10,), handle=77)
+    desk.says(seat, Tokens(0, 1, 2, (first,)))
+    row(77, 1, 11, 12, seq=3)
+    row(77, 2, 12, 13, seq=4)  # overlaps
+    row(77, 9, 19, seq=5)  # too far on
+    desk.decodes()
+    desk.decodes()
+    assert texts(desk.told()) == "[10][11][12][13]"
+    desk.now += 200 * MS
+    row(77, 9, 19, seq=6)
+    assert desk.sent(Resend) == [(seat, Resend(rid, 0, submit.attempt, 4))]
+    desk.asks(Abort(5, rid))
+    row(77, 4, 14, seq=7)
+    told = desk.told()
+    assert [type(m) for m in told] == [Done, Final] and not desk.sent(Decode)
 
 
 def test_tokens_of_dead_places_count_for_nothing() -> None:

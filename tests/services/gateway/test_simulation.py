@@ -174,6 +174,18 @@ def _lost_seats_keep_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, "_move_all", lambda self, seat: None)
 
 
+def _handles_outlive_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Placement._unplace
+
+    def unplace(self: Placement, stream: Stream) -> None:
+        place = stream.place
+        original(self, stream)
+        if place is not None and place.handle:
+            self.seats.by_number[place.seat].handles[place.handle] = stream
+
+    monkeypatch.setattr(Placement, "_unplace", unplace)
+
+
 def _attempts_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Placement._submit
 
@@ -212,6 +224,7 @@ PLANTED = [
     _final_never_seen,
     _carry_lost,
     _lost_seats_keep_their_streams,
+    _handles_outlive_their_place,
     _attempts_start_anew,
     _seeds_not_derived,
     _offsets_ignored_on_attach,
