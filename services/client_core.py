@@ -48,6 +48,7 @@ SCAN_NS = 50 * MS  # how often timers are looked at: thousands of requests share
 REPEAT_NS_MAX = 30_000 * MS  # of unanswered and of quiet requests, at last
 SILENT_NS = 3 * PING_NS  # a gateway heard again after this long is asked for everything open
 REATTACH_NS = 50 * MS  # a gap is asked for again not before
+ORPHANS_MAX = 10_000
 WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
 
 
@@ -78,6 +79,8 @@ class ClientCore:
         self._by_request: dict[str, Flow] = {}
         self._open: dict[int, Flow] = {}  # by id()
         self._questions: dict[int, Question] = {}
+        # Calls of requests that were given up before they were accepted: aborted when they are.
+        self._orphans: dict[int, bool] = {}
         self._incarnation = 0
         self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
         self._ping_at_ns = 0
@@ -138,6 +141,7 @@ class ClientCore:
 
     def drop(self, flow: Flow) -> None:
         """Nobody reads this flow any more."""
+        self._abandon(flow)
         self._close(flow)
 
     def fail_all(self, error: PhalanxError) -> None:
@@ -166,6 +170,9 @@ class ClientCore:
             case Accepted():
                 if (flow := self._flows.get(message.call)) is not None:
                     self._on_accepted(flow, message, now_ns)
+                elif self._orphans.pop(message.call, False):
+                    self._last_call += 1
+                    self._send(Abort(self._last_call, message.request_id))
             case Error():
                 self._on_error(message, now_ns)
             case HealthReply() | StatsReply() | Done():
@@ -372,9 +379,17 @@ class ClientCore:
             self._send(Abort(self._call(flow), flow.request_id))
         waited_s = (now_ns - flow.started_ns) / 1e9
         got = sum(len(s.token_ids) for s in flow.sequences)
+        self._abandon(flow)
         self._fail(
             flow, RequestTimeout(f"the request took more than {waited_s:.1f} s, {got} tokens came")
         )
+
+    def _abandon(self, flow: Flow) -> None:
+        """It may be accepted yet, with nobody to read it."""
+        if not flow.done and not flow.accepted and flow.generate is not None:
+            self._orphans[flow.generate.call] = True
+            if len(self._orphans) > ORPHANS_MAX:
+                del self._orphans[next(iter(self._orphans))]
 
     def _fail(self, flow: Flow, error: PhalanxError) -> None:
         flow.error = error

@@ -1,0 +1,273 @@
+"""The client's rules as stories: nothing is lost or doubled, and every wait has an end."""
+
+import msgspec
+import pytest
+
+from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import (
+    Abort,
+    Accepted,
+    Attach,
+    ChatMessage,
+    ClientMessage,
+    ClientReply,
+    Delta,
+    Done,
+    Error,
+    Final,
+    Generate,
+    Health,
+    HealthReply,
+    Sampling,
+    Usage,
+)
+from phalanx.services.client_core import ClientCore
+from phalanx.services.client_flow import Flow, GatewaySilent, RequestTimeout, Spec
+
+MS = 1_000_000
+DECODER = Decoder[ClientMessage](ClientMessage)
+
+
+class Line:
+    """A client core on a line of its own."""
+
+    def __init__(self, silence_ms: int = 60_000) -> None:
+        keys = iter(f"key-{i}" for i in range(100))
+        self.core = ClientCore(lambda: next(keys), silence_ms * MS)
+        self.now = 10**9
+
+    def start(self, timeout_ms: int | None = None, wait: bool = False, n: int = 1) -> Flow:
+        timeout_ns = None if timeout_ms is None else timeout_ms * MS
+        spec = Spec([1, 2], Sampling(max_tokens=9), n=n)
+        return self.core.generate(spec, self.now, timeout_ns, wait)
+
+    def sent(self) -> list[ClientMessage]:
+        """What it wants to say now, without the health questions."""
+        self.core.poll(self.now)
+        frames = [DECODER.decode(frame) for frame in self.core.outgoing]
+        self.core.outgoing.clear()
+        return [message for message in frames if not isinstance(message, Health)]
+
+    def hears(self, message: ClientReply) -> None:
+        self.core.on_frame(encode(message), self.now)
+
+    def passes(self, ms: int, alive: int = 1) -> list[ClientMessage]:
+        """Time passes; with `alive`, a gateway of that incarnation answers meanwhile."""
+        said: list[ClientMessage] = []
+        for _ in range(0, ms, 100):
+            self.now += 100 * MS
+            said += self.sent()
+            if alive:
+                self.hears(HealthReply(10**9, True, alive, 2, "m"))
+        return said
+
+    def accept(self, flow: Flow, request_id: str = "r") -> None:
+        (generate,) = (m for m in self.sent() if isinstance(m, Generate))
+        self.hears(Accepted(generate.call, request_id, 42, 2, flow.n))
+
+
+def delta(offset: int, *ids: int, index: int = 0) -> Delta:
+    return Delta("r", index, offset, ids, "".join(f"[{i}]" for i in ids))
+
+
+def final(offset: int, index: int = 0) -> Final:
+    return Final("r", index, offset, "length", Usage(2, offset), "!")
+
+
+def test_a_stream_and_its_result() -> None:
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.now += 30 * MS
+    line.hears(delta(0, 5, 6))
+    line.hears(delta(2, 7))
+    line.hears(final(3))
+    (result,) = flow.results()
+    assert (result.token_ids, result.text, result.seed) == ((5, 6, 7), "[5][6][7]!", 42)
+    assert result.ttft_ms == 30.0 and flow.done
+    assert line.core.next_ns() is None  # nothing to wait for any more
+
+
+def test_an_unanswered_request_is_sent_again_as_it_was() -> None:
+    line = Line()
+    line.start()
+    (first,) = line.sent()
+    assert isinstance(first, Generate) and first.key == "key-0"
+    assert line.passes(4_900) == []
+    assert line.passes(300) == [first]
+
+
+def test_another_gateway_is_asked_for_everything_at_once() -> None:
+    line = Line()
+    running, waiting = line.start(), None
+    line.accept(running)
+    line.hears(delta(0, 5, 6))
+    waiting = line.start()
+    (generate,) = line.sent()
+    assert line.passes(500, alive=1) == []
+    said = line.passes(200, alive=2)
+    assert isinstance(said[0], Attach) and (said[0].request_id, said[0].offsets) == ("r", (2,))
+    assert said[1:] == [generate]
+    assert waiting is not None and not waiting.done
+
+
+def test_a_gateway_heard_again_after_silence_is_asked_too() -> None:
+    """A new node counts its gateways from one again."""
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.passes(1_000, alive=1)
+    line.passes(3_500, alive=0)
+    said = line.passes(200, alive=1)
+    assert [type(m) for m in said] == [Attach]
+
+
+def test_older_deltas_are_dropped_and_gaps_asked_for() -> None:
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(delta(0, 5, 6))
+    line.hears(delta(0, 5, 6))
+    line.hears(delta(1, 6))
+    assert line.sent() == [] and flow.sequences[0].token_ids == [5, 6]
+    line.hears(delta(1, 6, 7))  # half of it is known: its text cannot be cut
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and attach.offsets == (2,)
+    line.now += 100 * MS
+    line.hears(delta(4, 9))
+    assert [type(m) for m in line.sent()] == [Attach]
+    line.hears(final(5))
+    assert not flow.done
+    line.hears(delta(2, 7, 8, 9))
+    line.hears(final(5))
+    line.hears(final(5))
+    (result,) = flow.results()
+    assert result.token_ids == (5, 6, 7, 8, 9)
+
+
+def test_sequences_end_one_by_one() -> None:
+    line = Line()
+    flow = line.start(n=2)
+    line.accept(flow)
+    line.hears(delta(0, 5, index=1))
+    line.hears(final(1, index=1))
+    line.hears(delta(1, 6, index=1))
+    assert not flow.done and [r.index for r in flow.results()] == [1]
+    line.hears(final(0, index=0))
+    assert flow.done and [r.index for r in flow.results()] == [0, 1]
+
+
+def test_a_forgotten_request_is_sent_anew_with_its_seed() -> None:
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(delta(0, 5, 6))
+    line.passes(200, alive=1)
+    (attach,) = line.passes(300, alive=2)
+    line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "?"))
+    (again,) = line.sent()
+    assert isinstance(again, Generate) and again.sampling.seed == 42 and again.call != 0
+    line.hears(Accepted(again.call, "r2", 42, 2, 1))
+    line.hears(msgspec.structs.replace(delta(0, 5, 6), request_id="r2"))
+    line.hears(msgspec.structs.replace(delta(2, 7), request_id="r2"))
+    line.hears(msgspec.structs.replace(final(3), request_id="r2"))
+    assert flow.results()[0].token_ids == (5, 6, 7)
+
+
+def test_a_refusal_is_raised_and_overload_waited_out_if_wished() -> None:
+    line = Line()
+    flow = line.start()
+    (generate,) = line.sent()
+    line.hears(Error(generate.call, Code.OVERLOADED, "full", 700))
+    assert isinstance(flow.error, Refused) and flow.error.retry_after_ms == 700
+    patient = line.start(wait=True)
+    (generate,) = line.sent()
+    line.hears(Error(generate.call, Code.OVERLOADED, "full", 700))
+    assert patient.error is None
+    assert line.passes(600) == []
+    assert line.passes(200) == [generate]
+
+
+def test_a_deadline_aborts() -> None:
+    line = Line()
+    flow = line.start(timeout_ms=400)
+    line.accept(flow)
+    line.hears(delta(0, 5))
+    said = line.passes(500)
+    assert isinstance(flow.error, RequestTimeout) and "1 tokens" in str(flow.error)
+    assert [type(m) for m in said] == [Abort]
+
+
+def test_an_abort_before_acceptance_follows_it() -> None:
+    line = Line()
+    flow = line.start()
+    line.core.abort(flow, line.now)
+    (generate,) = line.sent()
+    assert isinstance(generate, Generate)
+    line.hears(Accepted(generate.call, "r", 1, 2, 1))
+    (abort,) = line.sent()
+    assert isinstance(abort, Abort) and abort.request_id == "r"
+    line.hears(Done(abort.call))
+    line.hears(Final("r", 0, 0, "abort", Usage(2, 0)))
+    assert flow.results()[0].finish_reason == "abort"
+
+
+def test_what_is_accepted_after_its_deadline_is_aborted() -> None:
+    line = Line()
+    flow = line.start(timeout_ms=200)
+    (generate,) = line.sent()
+    assert line.passes(300) == [] and flow.error is not None
+    line.hears(Accepted(generate.call, "r", 1, 2, 1))
+    (abort,) = line.sent()
+    assert isinstance(abort, Abort) and abort.request_id == "r"
+
+
+def test_silence_has_an_end_but_only_while_someone_listens() -> None:
+    line = Line(silence_ms=2_000)
+    flow = line.start()
+    line.sent()
+    line.passes(1_500, alive=0)
+    line.now += 60_000 * MS  # the program did something else
+    line.passes(1_500, alive=0)
+    assert flow.error is None
+    line.passes(1_000, alive=0)
+    assert isinstance(flow.error, GatewaySilent)
+
+
+def test_an_attached_flow_begins_where_it_was_asked_to() -> None:
+    line = Line()
+    flow = line.core.attach("r", (2, 0), line.now, None)
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and attach.offsets == (2, 0)
+    line.hears(Accepted(attach.call, "r", 42, 2, 2))
+    line.hears(delta(2, 7))
+    line.hears(final(3))
+    line.hears(delta(0, 9, index=1))
+    line.hears(final(1, index=1))
+    assert [r.token_ids for r in flow.results()] == [(7,), (9,)]
+    unknown = line.core.attach("x", (), line.now, None)
+    (attach,) = line.sent()
+    line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "no such request"))
+    assert isinstance(unknown.error, Refused)
+
+
+def test_what_comes_is_never_trusted() -> None:
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    for frame in (b"", b"\xc1", encode(Generate(1, prompt="x")), b"\x81\xa4type\xa3New"):
+        line.core.on_frame(frame, line.now)
+    line.hears(Delta("other", 0, 0, (1,), "x"))
+    line.hears(delta(0, 1, index=7))
+    line.hears(Accepted(999, "other", 1, 1, 1))
+    assert flow.sequences[0].token_ids == [] and not flow.done
+
+
+def test_a_prompt_is_text_ids_or_chat() -> None:
+    chat = Spec([ChatMessage("user", "hi")]).message("k")
+    assert chat.messages == (ChatMessage("user", "hi"),) and chat.prompt is None
+    assert Spec("hi").message("k").prompt == "hi"
+    assert Spec([]).message("k").prompt_token_ids == ()
+    with pytest.raises(TypeError):
+        Spec([1.5]).message("k")  # type: ignore[list-item]
