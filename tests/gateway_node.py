@@ -1,6 +1,7 @@
 """A real gateway process with schedulers and tokenizers played by a thread of the test."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,7 @@ class GatewayNode:
             self.board.close()
         for name in Path("/dev/shm").glob(f"ph-{self.config.node}-*"):
             name.unlink()
+        shutil.rmtree(self.run_dir, ignore_errors=True)
 
     # --- the gateway's process ---
 

@@ -28,6 +28,16 @@ PURE = {
     "stops.py",
     "validate.py",
     "placement.py",
+    "admission.py",
+    "client_core.py",
+    "client_flow.py",
+    "delivery.py",
+    "entries.py",
+    "kept.py",
+    "ledger.py",
+    "seats.py",
+    "streams.py",
+    "texts.py",
 }
 IMPURE = {
     "asyncio",
