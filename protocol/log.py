@@ -1,9 +1,11 @@
 """Structured logs: JSON lines to RUN_DIR/logs/NAME.log, readable lines to a terminal."""
 
+import contextlib
+import json
 import logging
 import sys
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, BinaryIO, TextIO, cast
 
 import structlog
 
@@ -12,19 +14,59 @@ from phalanx.protocol.rundir import LOG_DIR
 Logger = structlog.typing.FilteringBoundLogger
 
 
+class LineFile:
+    """A file of lines that never fails its writer: on a full disk lines are lost, not the process.
+
+    The first line that fits again is preceded by one that says how many are missing, and why.
+    """
+
+    def __init__(self, path: Path) -> None:
+        # Unbuffered: a line that did not fit is gone, and not in the way of the next one.
+        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._torn = False  # the file ends within a line
+        self._lost = 0
+        self._why = ""
+
+    def write(self, line: str) -> None:
+        if self._lost:
+            note = {"event": "log lines lost", "lines": self._lost, "why": self._why}
+            if not self._put(json.dumps(note)):
+                self._lost += 1
+                return
+            self._lost = 0
+        if not self._put(line):
+            self._lost = 1
+
+    def _put(self, line: str) -> bool:
+        data = f"{line}\n".encode(errors="backslashreplace")
+        if self._torn:
+            data = b"\n" + data
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._why = error.strerror or str(error)
+            return False
+        if written:
+            self._torn = written < len(data)
+        if written < len(data):
+            self._why = f"{written} of {len(data)} bytes were taken"
+        return written == len(data)
+
+
 class _Tee:
     """Writes each event as JSON to a file and, when there is a terminal, for people too."""
 
-    def __init__(self, file: TextIO, terminal: TextIO | None) -> None:
+    def __init__(self, file: LineFile, terminal: TextIO | None) -> None:
         self._file, self._terminal = file, terminal
         self._json = structlog.processors.JSONRenderer()
         self._console = structlog.dev.ConsoleRenderer(colors=bool(terminal and terminal.isatty()))
 
     def __call__(self, logger: Any, method: str, event: structlog.typing.EventDict) -> str:
         line = self._json(logger, method, dict(event))
-        self._file.write(f"{line}\n" if isinstance(line, str) else line.decode() + "\n")
+        self._file.write(line if isinstance(line, str) else line.decode())
         if self._terminal is not None:
-            print(self._console(logger, method, dict(event)), file=self._terminal, flush=True)
+            with contextlib.suppress(OSError):  # it may be a file on the same full disk, or closed
+                print(self._console(logger, method, dict(event)), file=self._terminal, flush=True)
         raise structlog.DropEvent
 
 
@@ -32,7 +74,7 @@ def setup_logging(
     run_dir: Path, name: str, incarnation: int, level: str, terminal: bool = False
 ) -> Logger:
     """Configure this process's log. Fields `process` and `incarnation` are on every line."""
-    file = (run_dir / LOG_DIR / f"{name}.log").open("a", buffering=1)
+    file = LineFile(run_dir / LOG_DIR / f"{name}.log")
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

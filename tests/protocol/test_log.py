@@ -1,0 +1,42 @@
+"""Logging never fails a process: on a file that takes nothing, lines are lost and counted, not raised.
+
+The full disk is a limit of the file's size, set in a process of its own.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+_WRITER = """
+import resource, signal, sys
+from pathlib import Path
+from phalanx.protocol.log import setup_logging
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit fails with EFBIG
+log = setup_logging(Path(sys.argv[1]), "gateway", 3, "info")
+log.info("before")
+size = (Path(sys.argv[1]) / "logs" / "gateway.log").stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size + 40, resource.RLIM_INFINITY))  # tears a line
+for _ in range(5):
+    log.error("while full")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.info("after")
+"""
+
+
+def test_a_full_disk_loses_lines_and_says_how_many(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    command = [sys.executable, "-P", "-c", _WRITER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    first, torn, note, last = (tmp_path / "logs" / "gateway.log").read_text().splitlines()
+    assert json.loads(first)["event"] == "before"
+    assert len(torn) == 40
+    assert json.loads(note) == {
+        "event": "log lines lost",
+        "lines": 5,
+        "why": "File too large",
+    }
+    assert json.loads(last)["event"] == "after"
+    assert json.loads(last)["incarnation"] == 3
