@@ -189,8 +189,12 @@ def _failure(run_dir: Path, returncode: int) -> PhalanxError:
         reason = json.loads((run_dir / FAILED_FILE).read_text())["reason"]
     except (OSError, ValueError, KeyError):
         reason = f"it ended with {returncode}; see {run_dir / LOG_DIR / 'supervisor.out'}"
+        if returncode == ExitCode.OK:
+            reason = "it was stopped before it was ready (phalanx down, or a signal)"
     error = PhalanxError(f"the node did not start: {reason}")
     code = returncode if returncode in set(ExitCode) else ExitCode.INTERNAL
+    if code == ExitCode.OK:  # a good end of the supervisor, but not what was asked for here
+        code = ExitCode.UNHEALTHY
     error.exit_code = ExitCode(code)  # type: ignore[attr-defined]
     return error
 
