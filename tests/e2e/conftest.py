@@ -12,8 +12,11 @@ from e2e.node import PHALANX, Node
 
 
 @pytest.fixture(scope="session")
-def start_node() -> Iterator[Callable[..., Node]]:
-    """Start a node of its own for a test; whatever is left of it at the end is stopped."""
+def start_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
+    """Start a node of its own for a test; whatever is left of it at the end is stopped.
+
+    After a failure the supervisors' logs are shown: they tell what fell and why.
+    """
     started: list[Node] = []
 
     def start(ranks: int, *more: object) -> Node:
@@ -26,6 +29,9 @@ def start_node() -> Iterator[Callable[..., Node]]:
     for node in started:
         down = [*PHALANX, "down", "--run-dir", str(node.run_dir), "--timeout", "1"]
         subprocess.run(down, capture_output=True, check=False, timeout=60)
+        if request.session.testsfailed:
+            print(f"--- supervisor of {node.run_dir}")
+            print((node.run_dir / "logs" / "supervisor.log").read_text()[-8000:])
         shutil.rmtree(node.run_dir, ignore_errors=True)
         assert node.names() == []
 

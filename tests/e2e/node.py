@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.protocol.queues import read_queues
+
 PHALANX = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
 
 
@@ -53,6 +55,10 @@ class Node:
             file.flush()
             return self("generate", "--prompts", file.name, "--no-stream", *more, timeout=240)
 
+    def running(self) -> int:
+        """Sequences that run now, read from shared memory: fast enough to catch short ones."""
+        return sum(rank["running"] for rank in read_queues(self.run_dir.name)["ranks"])
+
     def names(self) -> list[str]:
         return [p.name for p in Path("/dev/shm").glob(f"ph-{self.run_dir.name}-*")]
 
@@ -81,7 +87,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
-        time.sleep(0.05)
+        time.sleep(0.02)
 
 
 def others(count: int) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def test_a_killed_process_changes_no_token(
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
     thread.start()
-    wait_for(lambda: any(r["running"] for r in three("queues")[0]["ranks"]), 30, "running requests")
+    wait_for(lambda: three.running() > 0, 60, "running requests")
     os.kill(pids[victim], signal.SIGKILL)
     thread.join(240)
     assert got and got[0] == fault_free
@@ -66,7 +66,7 @@ def test_two_of_three_workers_fall_at_once(three: Node, requests: Any, fault_fre
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
     thread.start()
-    wait_for(lambda: any(r["running"] for r in three("queues")[0]["ranks"]), 30, "running requests")
+    wait_for(lambda: three.running() > 0, 60, "running requests")
     for victim in ("worker-0", "worker-2"):
         os.kill(pids[victim], signal.SIGKILL)
     thread.join(240)
@@ -89,7 +89,7 @@ def test_a_stopped_worker_is_declared_lost(three: Node, requests: Any, fault_fre
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
     thread.start()
-    wait_for(lambda: any(r["running"] for r in three("queues")[0]["ranks"]), 30, "running requests")
+    wait_for(lambda: three.running() > 0, 60, "running requests")
     os.kill(pids["worker-2"], signal.SIGSTOP)
     thread.join(240)
     assert got and got[0] == fault_free
