@@ -65,7 +65,7 @@ def sinkhorn(logits: Tensor, copies: int, *, iters: int, eps: float) -> Tensor:
     a = logits.t().contiguous().view(copies, copies, -1)
     a = lanewise(torch.exp, a - a.amax(dim=1, keepdim=True))
     by_column: npt.NDArray[np.float32] = a.numpy()
-    by_row = np.moveaxis(by_column, 1, 0)
+    by_row = by_column.transpose(1, 0, 2)
     total = np.add.reduce(by_row, axis=0)
     small = np.full_like(total, eps)
     np.divide(by_row, total, out=by_row)

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.rows import lanewise, round_bf16
+from phalanx.kernels.reference.rows import lanewise
 
 _FIRST_POSITIONS: Final = 4096
 
@@ -81,5 +81,5 @@ def rotate(x: Tensor, table: RopeTable) -> Tensor:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     tail = x[..., -cos.shape[-1] :]
     swapped = tail.reshape(*tail.shape[:-1], tail.shape[-1] // 2, 2).flip(-1).flatten(-2)
-    tail.copy_(round_bf16(tail * cos + swapped * sin))
+    tail.copy_((tail * cos).add_(swapped.mul_(sin)).bfloat16())
     return x

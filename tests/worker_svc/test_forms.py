@@ -8,11 +8,10 @@ import torch
 from forward_world import TINY
 
 from phalanx.kernels.reference.rope import GrowingRope, frequencies, rope_table
-from phalanx.worker_svc.model import checkpoint, head
-from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint, needed_bytes
+from phalanx.worker_svc.model import footprint, head
+from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.golden import load
-from phalanx.worker_svc.model.shards import Checkpoint
 
 IDS = [3, 7, 500, 31, 3, 7, 200, 9, 11, 12, 450]
 
@@ -24,7 +23,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> Weights:
-    monkeypatch.setattr(checkpoint, "PACKED_ABOVE_BYTES", 0)
+    monkeypatch.setattr(footprint, "PACKED_ABOVE_BYTES", 0)
     weights = load_checkpoint(TINY)
     assert weights.packs_experts
     return weights
@@ -32,7 +31,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> Weights:
 
 def test_packed_experts_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = load(str(TINY)).logits(IDS)
-    monkeypatch.setattr(checkpoint, "PACKED_ABOVE_BYTES", 0)
+    monkeypatch.setattr(footprint, "PACKED_ABOVE_BYTES", 0)
     assert np.array_equal(load(str(TINY)).logits(IDS), expected)
 
 
@@ -51,21 +50,21 @@ def test_packed_slots_hold_the_experts_they_were_given(packed: Weights) -> None:
 
 def test_the_full_models_experts_are_packed_and_the_tiny_ones_are_not() -> None:
     full = ModelConfig.load(Path(__file__).parent / "full_config.json")
-    assert checkpoint.packs_experts(full)
-    assert not checkpoint.packs_experts(ModelConfig.load(TINY))
+    assert footprint.packs_experts(full)
+    assert not footprint.packs_experts(ModelConfig.load(TINY))
 
 
 def test_needed_memory_counts_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the sum over what a loaded model has; embedding and output matrix stay in the file."""
-    opened = Checkpoint(TINY)
     slots = [[0, 3]] * 10 + [[1], []]
+    counts = [len(layer) for layer in slots]
     weights = load_checkpoint(TINY, slots)
     in_place = ("embed", "head")
     plain = sum(weights[name].numel() for name in weights.names() if name not in in_place)
     experts = sum(matrix.numel() for layer in range(12) for matrix in weights.expert_stack(layer))
-    assert needed_bytes(opened, slots, dequantize=True) == 4 * (plain + experts)
-    monkeypatch.setattr(checkpoint, "PACKED_ABOVE_BYTES", 0)
-    assert needed_bytes(opened, slots, dequantize=True) == 4 * plain
+    assert footprint.held_bytes(weights.config, counts) == 4 * (plain + experts)
+    monkeypatch.setattr(footprint, "PACKED_ABOVE_BYTES", 0)
+    assert footprint.held_bytes(weights.config, counts) == 4 * plain
 
 
 def test_a_linear_is_handed_over_once_and_can_be_made_again() -> None:

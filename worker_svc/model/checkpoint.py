@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.kernels.reference.quant import dequant_engram_rows, dequant_fp4, dequant_fp8_block
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.footprint import NOT_LOADED, expert_bytes, held_bytes, packs_experts
 from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
 from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError
 from phalanx.worker_svc.model.tensors import expert_names, layer_prefix, num_experts
@@ -23,13 +24,6 @@ _DTYPES: Final = {
     "F8_E8M0": torch.uint8,
     "I8": torch.int8,
 }
-# Counted in totals and never loaded here: experts have slots, tables are read by row.
-_NOT_LOADED: Final = ("expert", "engram_table", "vision")
-# Multiplied as bf16 pieces or read by row: used as they lie in the file.
-_IN_PLACE: Final = ("embedding", "head")
-# A larger expert stays packed in the page cache and is unpacked at each use: as float32 it would take
-# seven times the memory. Small ones multiply as they are.
-PACKED_ABOVE_BYTES: Final = 8 << 20
 
 Progress = Callable[[int, int], None]  # bytes read, bytes to read
 ExpertSlots = Sequence[Sequence[int]]  # [layers + draft stages][slots] -> expert
@@ -180,7 +174,7 @@ class Weights:
             self._experts.append((torch.empty(up), torch.empty(up), torch.empty(down)))
         for slot, expert in enumerate(experts):
             self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
-        return slots * _expert_bytes(c)
+        return slots * expert_bytes(c)
 
 
 def load_checkpoint(
@@ -211,10 +205,10 @@ def load_checkpoint(
     _check_slots(config, slots)
     _check_memory(checkpoint, slots, dequantize, memory_limit_bytes)
     weights = Weights(checkpoint, dequantize=dequantize)
-    names = [name for name, spec in checkpoint.specs.items() if spec.part not in _NOT_LOADED]
+    names = [name for name, spec in checkpoint.specs.items() if spec.part not in NOT_LOADED]
     total = sum(checkpoint.specs[name].num_bytes for name in names)
     if dequantize:
-        total += sum(len(layer) for layer in slots) * _expert_bytes(config)
+        total += sum(len(layer) for layer in slots) * expert_bytes(config)
     done = 0
     for name in names:
         done += weights._load_plain(name)
@@ -225,36 +219,9 @@ def load_checkpoint(
     return weights
 
 
-def packs_experts(config: ModelConfig) -> bool:
-    """Whether the model's experts stay packed in memory."""
-    return 4 * _expert_values(config) > PACKED_ABOVE_BYTES
-
-
-def needed_bytes(checkpoint: Checkpoint, expert_slots: ExpertSlots, *, dequantize: bool) -> int:
-    """Memory that a loaded model takes beyond the page cache: its float32 forms."""
-    if not dequantize:
-        return 0
-    specs = checkpoint.specs.values()
-    skipped = _NOT_LOADED + _IN_PLACE
-    held = sum(spec.num_params for spec in specs if spec.part not in skipped)
-    config = checkpoint.config
-    if not packs_experts(config):
-        held += _expert_values(config) * sum(len(layer) for layer in expert_slots)
-    return 4 * held
-
-
 def _all_experts(config: ModelConfig) -> ExpertSlots:
     layers = config.num_hidden_layers + config.draft_stages
     return [range(num_experts(config, layer)) for layer in range(layers)]
-
-
-def _expert_values(config: ModelConfig) -> int:
-    return 3 * config.hidden_size * config.moe_intermediate_size
-
-
-def _expert_bytes(config: ModelConfig) -> int:
-    values = _expert_values(config)
-    return values // 2 + values // 32
 
 
 def _check_slots(config: ModelConfig, slots: ExpertSlots) -> None:
@@ -272,7 +239,7 @@ def _check_slots(config: ModelConfig, slots: ExpertSlots) -> None:
 def _check_memory(
     checkpoint: Checkpoint, slots: ExpertSlots, dequantize: bool, limit: int | None
 ) -> None:
-    need = needed_bytes(checkpoint, slots, dequantize=dequantize)
+    need = held_bytes(checkpoint.config, [len(layer) for layer in slots]) if dequantize else 0
     have = available_bytes() if limit is None else limit
     if need > have:
         most = max(len(layer) for layer in slots)

@@ -1,6 +1,6 @@
-"""What a model is, in numbers: from a checkpoint directory, or from a config.json alone.
+"""What a model is, in numbers, and where it fits: from a checkpoint directory, or a config.json alone.
 
-As a command: `python -m phalanx.worker_svc.model.inspect PATH [--json]`.
+As a command: `python -m phalanx.worker_svc.model.inspect PATH [--ranks N] [--memory GIB] [--json]`.
 """
 
 import argparse
@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CacheLayout
+from phalanx.worker_svc.devices import Devices, devices_at_hand
 from phalanx.worker_svc.model.config import ARCHITECTURE, ModelConfig
 from phalanx.worker_svc.model.fields import ConfigError
+from phalanx.worker_svc.model.fit import Fit, fits
+from phalanx.worker_svc.model.layout import BLOCK_TOKENS, CacheLayout
 from phalanx.worker_svc.model.memory import shown_bytes
 from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError
 from phalanx.worker_svc.model.tensors import TensorSpec, tensor_specs
 
 # Read once per token by row, or once per sampled token: left out of what a token "activates".
 _NOT_ACTIVE: Final = ("embedding", "head", "vision", "draft", "engram_table", "expert")
+
+_SUPPOSED: Final = 8  # GPUs of a machine that is not at hand
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,35 @@ def _active_params(config: ModelConfig, params: dict[str, int]) -> int:
     return dense + experts + rows
 
 
+@dataclass(frozen=True)
+class DeviceFits:
+    """How the model fits devices of one kind, for 1, 2, ... ranks."""
+
+    devices: Devices
+    fits: list[Fit]
+
+
+def model_fits(
+    config: ModelConfig, devices: Iterable[Devices], max_ranks: int | None = None
+) -> list[DeviceFits]:
+    return [DeviceFits(kind, fits(config, kind, max_ranks)) for kind in devices]
+
+
+def render_fits(found: DeviceFits) -> str:
+    """A table for people."""
+    kind = found.devices
+    count = f"{kind.count} x " if kind.count > 1 else ""
+    lines = [f"  on {count}{kind.name} with {shown_bytes(kind.free_bytes)} free:"]
+    if shared := found.fits[0].shared_bytes:
+        lines.append(f"    beside {shown_bytes(shared)} of page cache, read by all ranks")
+    for fit in found.fits:
+        ranks = f"{fit.ranks} rank{'s' if fit.ranks > 1 else ''}"
+        weights = f"{shown_bytes(fit.weight_bytes)} of weights a rank"
+        left = f"{fit.kv_tokens:,} KV tokens" if fit.fits else f"{shown_bytes(-fit.kv_bytes)} short"
+        lines.append(f"    {ranks:>8}, {fit.expert_slots} experts a layer: {weights}, {left}")
+    return "\n".join(lines)
+
+
 def render(model: ModelFigures) -> str:
     """The figures as lines for people."""
     kind = "checkpoint, all tensors present" if model.complete else "configuration only"
@@ -153,16 +186,30 @@ def render(model: ModelFigures) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a model is, in numbers.")
+    parser = argparse.ArgumentParser(description="What a model is, in numbers, and where it fits.")
     parser.add_argument("path", type=Path, help="a checkpoint directory, or a config.json")
+    parser.add_argument("--ranks", type=int, help="how many ranks to work out")
+    parser.add_argument("--memory", type=float, help="GPUs of so many GiB, instead of what is here")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     arguments = parser.parse_args()
     try:
         model = inspect_model(arguments.path)
+        config = ModelConfig.load(arguments.path)
     except (ConfigError, CheckpointError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    print(json.dumps(dataclasses.asdict(model)) if arguments.json else render(model))
+    found = model_fits(config, _devices(arguments.memory), arguments.ranks)
+    if arguments.json:
+        devices = [dataclasses.asdict(each) for each in found]
+        print(json.dumps(dataclasses.asdict(model) | {"devices": devices}))
+    else:
+        print("\n".join([render(model), *map(render_fits, found)]))
+
+
+def _devices(memory_gib: float | None) -> list[Devices]:
+    if memory_gib is None:
+        return devices_at_hand()
+    return [Devices(f"GPU of {memory_gib:g} GiB", False, _SUPPOSED, int(memory_gib * 2**30))]
 
 
 if __name__ == "__main__":
