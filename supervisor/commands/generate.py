@@ -14,6 +14,7 @@ from rich.text import Text
 
 from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.messages import Delta, Usage
+from phalanx.protocol.rundir import CLIENT_SOCKET
 from phalanx.services.client import Client, RequestTimeout, Result, Spec
 from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
 from phalanx.supervisor.commands.common import (
@@ -95,6 +96,11 @@ def generate(
 def open_client(run_dir: Path) -> Client:
     if not is_running(run_dir):
         raise NoNode(run_dir)
+    if not (run_dir / CLIENT_SOCKET).exists():
+        raise PhalanxError(
+            f"the node in {run_dir} has no {CLIENT_SOCKET}: it is starting (phalanx status), or the"
+            " socket was deleted (phalanx down, then up)"
+        )
     return Client(run_dir)
 
 
@@ -170,9 +176,9 @@ def _print_result(position: int, result: Result) -> None:
 def _exit_code(result: Result) -> int:
     if not result.error:
         return 0
-    if result.code in _BAD_INPUT:
-        return ExitCode.BAD_INPUT
-    return ExitCode.UNHEALTHY
+    if result.code is None:  # the node said nothing of it: its time ran out, or the gateway's
+        return ExitCode.TIME_LIMIT
+    return ExitCode.BAD_INPUT if result.code in _BAD_INPUT else ExitCode.UNHEALTHY
 
 
 def run_live(client: Client, requests: list[Spec | BadLine], timeout: float | None) -> int:
