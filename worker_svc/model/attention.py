@@ -26,7 +26,7 @@ from phalanx.kernels.reference.rope import RopeTable, rotate
 from phalanx.kernels.reference.rows import matmul_rows, rms_norm, round_bf16
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import AttentionWeights
-from phalanx.worker_svc.model.step import Step
+from phalanx.worker_svc.model.step import Chosen, Step
 
 ROW_CHUNK = 128  # rows whose vectors are gathered at a time: bounds memory, changes no result
 _SCORE_CHUNK = 1 << 22  # key values that are gathered at a time
@@ -71,7 +71,7 @@ def attention(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> T
     if weights.compressor is not None and not step.entries_stored:
         store_entries(step, weights, layer, x)
     if weights.indexer is not None:
-        step.selected[layer] = _select(step, weights, layer, x, latent)
+        step.chosen[layer] = _choose(step, weights, layer, x, latent)
     o = _attend(step, weights, layer, queries, kv)
     return output(weights, config, rope, o)
 
@@ -95,8 +95,8 @@ def _attend(
         part = slice(start, start + ROW_CHUNK)
         parts = [(table[rows.window[part]], rows.window_empty[part])]
         if owner is not None:
-            vectors, empty = step.selected[owner]
-            parts.append((vectors[part], empty[part]))
+            chosen = step.chosen[owner]
+            parts.append((chosen.vectors[chosen.place[part]], chosen.empty[part]))
         out[part] = sink_attention(queries[part], parts, weights.sink, config.head_dim**-0.5)
     return out
 
@@ -135,10 +135,8 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     step.note("compressed", layer, decode_compressed(record))
 
 
-def _select(
-    step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Choose entries for every row; their vectors [P, top-k, d] and empty flags [P, top-k]."""
+def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Chosen:
+    """Choose entries for every row."""
     config = step.config
     entries = step.rows.entries[config.ratio(layer)]
     scores = _scores(step, weights, layer, x, latent)
@@ -157,7 +155,7 @@ def _select(
         scores = scores.masked_fill(~step.candidates, float("-inf"))
     chosen = select_top(scores, config.index_topk)
     step.note("topk", layer, chosen)
-    return _selected_vectors(step, layer, chosen)
+    return _vectors(step, layer, chosen)
 
 
 def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:
@@ -198,7 +196,8 @@ def _page_keys(step: Step, layer: int) -> Tensor:
     return step.index_keys[owner]
 
 
-def _selected_vectors(step: Step, layer: int, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _vectors(step: Step, layer: int, chosen: Tensor) -> Chosen:
+    """Decode the entries int64 [P, top-k] that rows chose, -1 where there is none."""
     owner = step.config.kv_owner(layer)
     assert owner is not None
     rows = step.rows
@@ -208,10 +207,10 @@ def _selected_vectors(step: Step, layer: int, chosen: Tensor) -> tuple[Tensor, T
     blocks = rows.block_table[rows.seqs].gather(1, entry // num_entries)
     # The null block's first entry stands for "none": zeros.
     record = (blocks * num_entries + entry % num_entries).masked_fill_(empty, 0)
-    # Neighbouring rows choose much the same entries: decode each once.
+    # Neighbouring rows choose much the same entries: decode and hold each once.
     unique, inverse = np.unique(record.flatten().numpy(), return_inverse=True)
     needed, place = torch.from_numpy(unique), torch.from_numpy(inverse).view(record.shape)
     vectors = decode_compressed(
         step.pools.compressed[owner][needed // num_entries, needed % num_entries]
     )
-    return vectors[place], empty
+    return Chosen(vectors, place, empty)

@@ -29,6 +29,21 @@ class Ropes:
     yarn_all: GrowingRope
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which compressed entries each row attends to.
+
+    Attributes:
+        vectors: float32 [U, d], every entry that some row chose.
+        place: int64 [P, top-k], indices into vectors.
+        empty: bool [P, top-k], True where a row has fewer.
+    """
+
+    vectors: Tensor
+    place: Tensor
+    empty: Tensor
+
+
 @dataclass(kw_only=True)
 class LayerContext:
     """What any stack of layers needs to know of its rows: R real ones, filled up to P.
@@ -58,8 +73,7 @@ class Step(LayerContext):
         window_records: uint8 [P, record] by ring.
         pending: float32 [P, 2, d] (kv, score) by owner of ratio 2.
         index_keys: float32 [pages, entries, index dim] by KV owner.
-        selected: the vectors and empty flags of the chosen entries, float32 [P, top-k, d] and
-            bool [P, top-k], by index owner.
+        chosen: the entries that rows attend to, by index owner.
         candidates: bool [P, entries], once the candidate source has run.
         tail: what the decoder half computes, if not this whole step.
         entries_stored: whether this is such a tail, whose owner's entries were stored for all rows.
@@ -71,7 +85,7 @@ class Step(LayerContext):
     window_records: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, Tensor] = field(default_factory=dict)
     index_keys: dict[int, Tensor] = field(default_factory=dict)
-    selected: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    chosen: dict[int, Chosen] = field(default_factory=dict)
     candidates: Tensor | None = None
     tail: Tail | None = None
     entries_stored: bool = False
