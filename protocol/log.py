@@ -3,9 +3,10 @@
 import contextlib
 import json
 import logging
+import os
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -15,14 +16,15 @@ Logger = structlog.typing.FilteringBoundLogger
 
 
 class LineFile:
-    """A file of lines that never fails its writer: on a full disk lines are lost, not the process.
+    """A file of lines that never fails its writer: when none can be written, lines are lost, not the process.
 
-    The first line that fits again is preceded by one that says how many are missing, and why.
+    The first line that fits again is preceded by one that says how many are missing, and why. A file
+    that was deleted is made anew, with its folder.
     """
 
     def __init__(self, path: Path) -> None:
-        # Unbuffered: a line that did not fit is gone, and not in the way of the next one.
-        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._path = path
+        self._fd: int | None = None
         self._torn = False  # the file ends within a line
         self._lost = 0
         self._why = ""
@@ -39,18 +41,31 @@ class LineFile:
 
     def _put(self, line: str) -> bool:
         data = f"{line}\n".encode(errors="backslashreplace")
-        if self._torn:
-            data = b"\n" + data
         try:
-            written = self._file.write(data)
+            fd = self._open()
+            if self._torn:
+                data = b"\n" + data
+            # Unbuffered: a line that does not fit is gone, and not in the way of the next one.
+            written = os.write(fd, data)
         except OSError as error:
             self._why = error.strerror or str(error)
             return False
-        if written:
-            self._torn = written < len(data)
-        if written < len(data):
+        self._torn = written < len(data)
+        if self._torn:
             self._why = f"{written} of {len(data)} bytes were taken"
-        return written == len(data)
+        return not self._torn
+
+    def _open(self) -> int:
+        """Raises OSError."""
+        if self._fd is not None and os.fstat(self._fd).st_nlink:
+            return self._fd
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        self._path.parent.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._fd, self._torn = os.open(self._path, flags, 0o644), False
+        return self._fd
 
 
 class _Tee:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.rundir import LOG_DIR
@@ -67,7 +68,7 @@ class Spawner:
         out = self._run_dir / LOG_DIR / f"{spec.name}.out"
         death_read, death_write = os.pipe()
         try:
-            with out.open("ab") as log:
+            with _open_output(out) as log:
                 start = log.tell()
                 process = self._popen(spec, incarnation, death_write, log.fileno())
         except BaseException:
@@ -107,6 +108,15 @@ class Spawner:
     def close(self) -> None:
         os.close(self._life_read)
         os.close(self._life_write)
+
+
+def _open_output(path: Path) -> BinaryIO:
+    """Where a child's prints go. A deleted folder is made anew; without disk they go nowhere."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return path.open("ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 def last_words(run_dir: Path, child: Child) -> str:

@@ -1,12 +1,15 @@
-"""Logging never fails a process: on a file that takes nothing, lines are lost and counted, not raised.
+"""Logging never fails a process: lines that cannot be written are lost and counted, not raised.
 
 The full disk is a limit of the file's size, set in a process of its own.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from phalanx.protocol.log import LineFile
 
 _WRITER = """
 import resource, signal, sys
@@ -40,3 +43,29 @@ def test_a_full_disk_loses_lines_and_says_how_many(tmp_path: Path) -> None:
     }
     assert json.loads(last)["event"] == "after"
     assert json.loads(last)["incarnation"] == 3
+
+
+def test_a_deleted_file_is_made_anew_with_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "worker-0.log"
+    file = LineFile(path)
+    file.write("one")
+    path.unlink()
+    file.write("two")
+    assert path.read_text() == "two\n"
+    shutil.rmtree(path.parent)
+    file.write("three")
+    assert path.read_text() == "three\n"
+
+
+def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "worker-0.log"
+    path.mkdir(parents=True)
+    file = LineFile(path)
+    file.write("one")
+    file.write("two")
+    path.rmdir()
+    file.write("three")
+    note, line = path.read_text().splitlines()
+    assert json.loads(note)["lines"] == 2
+    assert json.loads(note)["why"] == "Is a directory"
+    assert line == "three"

@@ -12,7 +12,7 @@ from supervisor.node import until
 from phalanx.protocol.rundir import LOG_DIR
 from phalanx.supervisor.proc import inspect
 from phalanx.supervisor.processes import ProcessSpec
-from phalanx.supervisor.spawn import Child, last_words
+from phalanx.supervisor.spawn import Child, Spawner, last_words
 
 
 def child(run_dir: Path, out_start: int = 0) -> Child:
@@ -85,3 +85,18 @@ def test_waiting_for_a_cpu_shows_as_waiting() -> None:
         for process in busy:
             process.kill()
             process.wait()
+
+
+def test_a_child_starts_without_a_place_for_its_output(tmp_path: Path) -> None:
+    """A deleted folder of logs is made anew; where none can be, the child lives all the same."""
+    with (tmp_path / "children.lock").open("w") as lock:
+        spawner = Spawner(tmp_path, lock.fileno())
+        spec = ProcessSpec("worker-0", "worker", "this", 0, threads=1)  # prints some lines
+        first = spawner.spawn(spec, 1)
+        assert first.process.wait(timeout=60) == 0
+        assert "Zen" in first.out.read_text()
+        first.out.unlink()
+        (tmp_path / LOG_DIR).rmdir()
+        (tmp_path / LOG_DIR).write_text("in the way")
+        assert spawner.spawn(spec, 2).process.wait(timeout=60) == 0
+        spawner.close()
