@@ -8,6 +8,7 @@ Plain mmap, not multiprocessing.shared_memory: its tracker unlinks segments that
 
 import ctypes
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -56,6 +57,14 @@ def arena_name(node: str, kind: str, incarnation: int | str) -> str:
     return f"ph-{node}-{kind}-{incarnation}"
 
 
+def _no_room(name: str, total: int, free: int) -> ArenaError:
+    return ArenaError(
+        f"{SHM} has {free >> 20} MiB free, arena {name} needs {math.ceil(total / 2**20)} MiB and leaves"
+        f" {_KEEP_FREE_BYTES >> 20} MiB to others: free some space, give the container a larger"
+        " --shm-size, or lower worker.kv_bytes"
+    )
+
+
 class Arena:
     """A mapped arena. Make one with `Arena.create` (the owner) or `Arena.attach` (everybody else)."""
 
@@ -69,23 +78,26 @@ class Arena:
     def create(cls, name: str, nbytes: int, owner: str = "") -> "Arena":
         """Create and lock an arena of `nbytes` zero bytes.
 
-        Raises ArenaError when the name is taken by a live owner or /dev/shm has too little room (a
-        message here, not a SIGBUS at the first write).
+        Its memory is taken at once: a /dev/shm that others fill later must not turn a first write
+        into a SIGBUS. Raises ArenaError when the name is taken by a live owner or there is too little
+        room.
         """
         total = HEADER_BYTES + nbytes
         stat = os.statvfs(SHM)
         free = stat.f_bavail * stat.f_frsize
         if total + _KEEP_FREE_BYTES > free:
-            raise ArenaError(
-                f"{SHM} has {free >> 20} MiB free, arena {name} needs {total >> 20} MiB: free some"
-                " space, give the container a larger --shm-size, or lower worker.kv_bytes"
-            )
+            raise _no_room(name, total, free)
         path = SHM / name
         if path.exists() and not _remove_if_abandoned(path):
             raise ArenaError(f"shared memory {path} belongs to a live process")
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, total)
+        try:
+            os.posix_fallocate(fd, 0, total)
+        except OSError as error:  # others took the room since we looked
+            path.unlink()
+            os.close(fd)
+            raise _no_room(name, total, 0) from error
         mapping = mmap.mmap(fd, total)
         _HEADER.pack_into(mapping, 0, 0, VERSION, nbytes, GENERATIONS_MAX, 0, owner.encode()[:64])
         struct.pack_into("<I", mapping, 0, MAGIC)  # last: a half-made arena is never attached

@@ -88,9 +88,15 @@ def test_sweep_takes_only_what_nobody_owns(node: str) -> None:
         pass
 
 
+def test_the_memory_of_an_arena_is_its_own_from_the_start(node: str) -> None:
+    """Pages taken at the first write would mean a SIGBUS once others have filled /dev/shm."""
+    with Arena.create(arena_name(node, "kv", 2), 1 << 20):
+        assert (arenas.SHM / arena_name(node, "kv", 2)).stat().st_blocks * 512 > 1 << 20
+
+
 def test_too_little_room_is_a_message_not_a_signal(node: str) -> None:
     free = os.statvfs(arenas.SHM).f_bavail * os.statvfs(arenas.SHM).f_frsize
-    with pytest.raises(ArenaError, match=r"MiB free, arena .* needs .* MiB"):
+    with pytest.raises(ArenaError, match=r"MiB free, arena .* needs .* MiB and leaves 16 MiB"):
         Arena.create(arena_name(node, "kv", 1), free)
     assert arenas.names(node) == []
 
