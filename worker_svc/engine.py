@@ -17,6 +17,7 @@ from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.memory import shown_bytes
 from phalanx.worker_svc.model.model import Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts
+from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.sequences import Sequences
 from phalanx.worker_svc.slots import Int, PlanRows
 
@@ -93,7 +94,8 @@ class Engine:
             f"worker-{seat}",
         )
         self.pools = CachePools(self.layout, sizes.num_blocks, sizes.num_slots, self._blocks.data)
-        self.model = Model(weights, self.pools, experts)
+        truncation = Truncation(config.worker.yoco_truncation, config.worker.yoco_keep_tokens)
+        self.model = Model(weights, self.pools, experts, truncation=truncation)
         # Rows by logical expert since the last report, int64 [layers, experts].
         shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
         self.expert_counts = np.zeros(shape, np.int64)
