@@ -13,6 +13,8 @@ from rich.console import Console
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+SECONDS_MAX = 10_000_000
+
 console = Console()
 errors = Console(stderr=True)
 
@@ -30,6 +32,15 @@ def json_option(function: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="One JSON document for programs.")(
         function
     )
+
+
+def check_seconds(
+    context: click.Context, option: click.Parameter, value: float | None
+) -> float | None:
+    """Checks an option that is a time. Written so that nan fails."""
+    if value is not None and not 0 <= value <= SECONDS_MAX:
+        raise click.BadParameter(f"{value:g} s, allowed are 0 to {SECONDS_MAX}")
+    return value
 
 
 def print_json(document: Any) -> None:

@@ -18,6 +18,7 @@ from phalanx.protocol.rundir import CLIENT_SOCKET
 from phalanx.services.client import Client, RequestTimeout, Result, Spec
 from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
 from phalanx.supervisor.commands.common import (
+    check_seconds,
     console,
     errors,
     finish,
@@ -49,7 +50,9 @@ _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
 @click.option("--ignore-eos", is_flag=True, default=None)
 @click.option("--n", type=int, default=None, help="Sequences of each prompt.")
 @click.option("--no-stream", is_flag=True, help="Fetch each sequence whole.")
-@click.option("--timeout", type=float, default=None, help="Seconds for each request.")
+@click.option(
+    "--timeout", type=float, callback=check_seconds, default=None, help="Seconds for each request."
+)
 @run_dir_option
 @json_option
 def generate(

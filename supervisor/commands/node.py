@@ -23,6 +23,7 @@ from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, Statu
 from phalanx.protocol.rundir import LOG_DIR, prepare
 from phalanx.supervisor.ask import NoAnswer, NoNode, ask, find_run_dir, is_running
 from phalanx.supervisor.commands.common import (
+    check_seconds,
     console,
     errors,
     finish,
@@ -200,7 +201,13 @@ def _failure(run_dir: Path, returncode: int) -> PhalanxError:
 
 
 @click.command()
-@click.option("--timeout", type=float, default=DRAIN_MS / 1000, help="Seconds to finish requests.")
+@click.option(
+    "--timeout",
+    type=float,
+    callback=check_seconds,
+    default=DRAIN_MS / 1000,
+    help="Seconds to finish requests.",
+)
 @run_dir_option
 @json_option
 def down(timeout: float, run_dir: Path | None, as_json: bool) -> None:

@@ -48,3 +48,11 @@ def test_a_limit_of_time_has_its_own_exit_code(run_dir: Path, more: list[str]) -
     if more == ["--json"]:
         (line,) = done.stdout.splitlines()
         assert "0.2 s" in json.loads(line)["error"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e308", "-1"])
+def test_a_time_that_is_none_is_refused(run_dir: Path, value: str) -> None:
+    done = generate(run_dir, "--timeout", value)
+    assert done.returncode == ExitCode.BAD_INPUT
+    assert "allowed are 0 to 10000000" in done.stderr
+    assert "Traceback" not in done.stderr
