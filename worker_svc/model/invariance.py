@@ -40,7 +40,7 @@ def check_operation(name: str, operation: RowOperation, x: Tensor) -> None:
             raise InvarianceError(
                 f"{name}: {len(rows)} rows alone give other bits than the same rows in a batch of "
                 f"{len(x)}. This processor or this torch ({torch.__version__}, "
-                f"{torch.get_num_threads()} threads) cannot serve exactly: use --numerics fast, or "
+                f"{torch.get_num_threads()} threads) cannot serve exactly: use "
                 f"another torch version"
             )
 
