@@ -19,6 +19,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_watermark: float = 0.9  # prefill starts only while the KV pool is at most this full
     async_steps: bool = True  # plan the next step while one runs
     max_waiting: int = 4096  # sequences queued at one rank; beyond: `overloaded`
+    # Prompts get as many rows of a step as keep it within this time; 0: max_num_batched_tokens.
+    target_itl_ms: float = 0.0
+    priority_step_ms: int = 5_000  # a level of priority is worth so much of waiting
+    # Out of KV blocks, the longest output goes back to the queue and is computed again, or it ends.
+    preempt: Literal["recompute", "stop"] = "recompute"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,7 +55,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = "random-tiny"  # as the user named it; clients may name it or leave it out
     model_dir: str = ""  # the checkpoint directory it resolved to
     ranks: int = 1
-    device: Literal["cpu", "cuda", "null"] = "cpu"
+    device: Literal["cpu", "null"] = "cpu"  # null: no model, the control plane alone
     tokenizers: int = 2
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fault_injection: bool = False
@@ -95,6 +100,18 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 s.prefill_watermark,
                 0 < s.prefill_watermark <= 1,
                 "above 0, at most 1",
+            ),
+            (
+                "scheduler.target_itl_ms",
+                s.target_itl_ms,
+                0 <= s.target_itl_ms <= 60_000,
+                "0 to 60000",
+            ),
+            (
+                "scheduler.priority_step_ms",
+                s.priority_step_ms,
+                0 <= s.priority_step_ms <= 3_600_000,
+                "0 to 3600000",
             ),
             ("scheduler.max_waiting", s.max_waiting, 1 <= s.max_waiting <= 65536, "1 to 65536"),
             (

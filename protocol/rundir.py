@@ -32,13 +32,16 @@ def prepare(run_dir: Path) -> Path:
             f"the run directory {path} is too long: its socket names would take {longest} bytes, the"
             f" system allows {IPC_PATH_BYTES_MAX}; choose a shorter --run-dir"
         )
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise ConfigError(
-            f"the run directory {path} belongs to uid {path.stat().st_uid}, not to you"
-        )
-    path.chmod(0o700)
-    (path / LOG_DIR).mkdir(mode=0o700, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.stat().st_uid != os.getuid():
+            raise ConfigError(
+                f"the run directory {path} belongs to uid {path.stat().st_uid}, not to you"
+            )
+        path.chmod(0o700)
+        (path / LOG_DIR).mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot use the run directory {path}: {error.strerror}") from error
     return path
 
 

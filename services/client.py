@@ -16,6 +16,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 import zmq
 
+from phalanx.protocol.config import default_run_dir
 from phalanx.protocol.errors import Refused
 from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.messages import (
@@ -120,8 +121,8 @@ class Client:
         NoNode: there is no gateway's socket in `run_dir`.
     """
 
-    def __init__(self, run_dir: Path | str, *, silence_s: float = SILENCE_S) -> None:
-        self._socket = connect(Path(run_dir))
+    def __init__(self, run_dir: Path | str | None = None, *, silence_s: float = SILENCE_S) -> None:
+        self._socket = connect(Path(run_dir) if run_dir else default_run_dir())
         self._core = ClientCore(token_hex, _ns(silence_s))
 
     def generate(

@@ -9,6 +9,7 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from phalanx.protocol.config import default_run_dir
 from phalanx.protocol.link import receive, send
 from phalanx.protocol.messages import (
     Abort,
@@ -88,8 +89,8 @@ class AsyncStream:
 class AsyncClient:
     """See `client.Client`. Use it in one event loop, with `async with` or `close`."""
 
-    def __init__(self, run_dir: Path | str, *, silence_s: float = SILENCE_S) -> None:
-        self._socket = connect(Path(run_dir))
+    def __init__(self, run_dir: Path | str | None = None, *, silence_s: float = SILENCE_S) -> None:
+        self._socket = connect(Path(run_dir) if run_dir else default_run_dir())
         self._core = ClientCore(token_hex, int(silence_s * 1e9))
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None

@@ -1,6 +1,7 @@
 """The command line: `phalanx COMMAND`. Loads only what the chosen command needs, so that it starts fast."""
 
 import importlib
+import os
 import sys
 from importlib.metadata import version
 
@@ -42,7 +43,11 @@ class LazyGroup(click.Group):
 
 @click.group(
     cls=LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "show_default": True,
+    },
     epilog="\b\nExamples:\n  phalanx up --ranks 2 --detach\n  phalanx generate 'Hello there'\n  phalanx status\n  phalanx down",
 )
 @click.version_option(version("phalanx-serve"), prog_name="phalanx")
@@ -63,6 +68,15 @@ def main() -> None:
         _fail(error, ExitCode.BAD_INPUT)
     except PhalanxError as error:
         _fail(error, getattr(error, "exit_code", ExitCode.UNHEALTHY))
+    except Exception as error:  # the top of the program: one line unless asked for more
+        if os.environ.get("PHALANX_TRACEBACK"):
+            raise
+        print(
+            f"phalanx: internal error: {type(error).__name__}: {error}"
+            " (PHALANX_TRACEBACK=1 shows where)",
+            file=sys.stderr,
+        )
+        sys.exit(ExitCode.INTERNAL)
     else:
         sys.exit(code)  # what a command gave to ctx.exit, or None
 

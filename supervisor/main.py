@@ -63,6 +63,7 @@ TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
 _MESSAGES_PER_TURN = 256
 _LATER_NS = 20_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
+_WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed"})
 _DRAIN_S_MAX = 86_400.0
 
 
@@ -150,6 +151,7 @@ class Node:
             tuple[bytes, int]
         ] = []  # who asked for the shutdown: peer, call
         self._finished: Finished | None = None
+        self._phases_told: set[tuple[str, str]] = set()
         self._later: list[Spawn | Sweep] = []  # slow, and the group waits for something else
         self._later_ns = 0
         self._interrupts = 0
@@ -268,9 +270,8 @@ class Node:
                     send_to(self._watch.socket, f"{name}#{incarnation}".encode(), encode(message))
                 case Sweep():
                     self._sweep()
-                case Tell(kind, process, text):
-                    self._log.info(kind, about=process, text=text)
-                    self._on_event(action)
+                case Tell():
+                    self._tell(action)
                 case Finished():
                     self._finished = action
 
@@ -286,6 +287,18 @@ class Node:
     def _sweep(self) -> None:
         if swept := arena.sweep(self._config.node, half_made=False):
             self._log.info("swept shared memory", names=swept)
+
+    def _tell(self, event: Tell) -> None:
+        """To the log, each phase of a start once; to the live display, everything."""
+        self._on_event(event)
+        phase = (event.process, event.text)
+        if event.kind == "progress" and phase in self._phases_told:
+            return
+        if event.kind == "progress":
+            self._phases_told.add(phase)
+        log = self._log.warning if event.kind in _WARNINGS else self._log.info
+        fields = {"about": event.process, "text": event.text}
+        log(event.kind, **{name: value for name, value in fields.items() if value})
 
     def _spawn(self, name: str, incarnation: int) -> None:
         spec = self._specs[name]
