@@ -52,23 +52,33 @@ class Journal:
         """
         try:
             return self._load(now_s)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
+                raise  # the disk is full or fails, a lock: the file is sound and stays where it is
+            self.move_aside(str(error))  # it has not our tables
         except (sqlite3.DatabaseError, msgspec.DecodeError, msgspec.ValidationError) as error:
             self.move_aside(str(error))
-            return []
+        return []
 
     def _load(self, now_s: float) -> list[Recovered]:
         db = self._open()
         old = now_s - self._ttl_s
-        with db:
-            db.execute("DELETE FROM requests WHERE touched < ?", (old,))
-            db.execute("DELETE FROM finals WHERE id NOT IN (SELECT id FROM requests)")
+        try:
+            with db:
+                db.execute("DELETE FROM requests WHERE touched < ?", (old,))
+                db.execute("DELETE FROM finals WHERE id NOT IN (SELECT id FROM requests)")
+        except (
+            sqlite3.OperationalError
+        ) as error:  # a full disk: what is there can be read all the same
+            self._log.error("old journal entries cannot be deleted", error=str(error))
         finals: dict[str, dict[int, Final]] = {}
         for request_id, index, encoded in db.execute("SELECT id, i, final FROM finals"):
             final = msgspec.msgpack.decode(encoded, type=Final)
             finals.setdefault(request_id, {})[index] = final
         recovered = []
         for encoded, fingerprint in db.execute(
-            "SELECT entry, fingerprint FROM requests ORDER BY created, id"
+            "SELECT entry, fingerprint FROM requests WHERE touched >= ? ORDER BY created, id",
+            (old,),
         ):
             entry = msgspec.msgpack.decode(encoded, type=Entry)
             entry = msgspec.structs.replace(entry, fingerprint=fingerprint)
@@ -123,9 +133,10 @@ def _prepare(db: sqlite3.Connection) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version not in (0, VERSION):
         raise sqlite3.DatabaseError(f"its version is {version}, this gateway writes {VERSION}")
-    with db:
-        db.executescript(_SCHEMA)
-        db.execute(f"PRAGMA user_version={VERSION}")
+    if version == 0:  # else nothing is written here: a full disk must not hide what the file holds
+        with db:
+            db.executescript(_SCHEMA)
+            db.execute(f"PRAGMA user_version={VERSION}")
 
 
 def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:

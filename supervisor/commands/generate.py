@@ -1,6 +1,7 @@
 """`phalanx generate`: prompts in, text out; streamed for people, a line a sequence for programs."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.text import Text
 
-from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError
+from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError, Refused
 from phalanx.protocol.messages import Delta, Usage
 from phalanx.protocol.rundir import CLIENT_SOCKET
-from phalanx.services.client import Client, RequestTimeout, Result, Spec
-from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
+from phalanx.services.client import Client, RequestTimeout, Result, Spec, Stream
+from phalanx.supervisor.ask import NoNode, find_run_dir, is_running
 from phalanx.supervisor.commands.common import (
     check_seconds,
     console,
@@ -185,54 +186,75 @@ def _exit_code(result: Result) -> int:
 
 
 def run_live(client: Client, requests: list[Spec | BadLine], timeout: float | None) -> int:
-    """Several streams at once, growing on the terminal."""
-    worst, started = 0, time.monotonic()
+    """Several streams at once, growing on the terminal; what was wrong with any goes to stderr."""
+    started, tokens, failures = time.monotonic(), 0, Failures()
     board = Board(requests)
-    streams = {
-        position: client.generate(request, timeout=timeout)
-        for position, request in enumerate(requests)
-        if isinstance(request, Spec)
-    }
-    tokens = 0
+    streams: dict[int, Stream] = {}
+    for position, request in enumerate(requests):
+        if isinstance(request, BadLine):
+            failures.add(position, Refused(Code.BAD_REQUEST, request.text))
+            continue
+        with failures.of(position):
+            streams[position] = client.generate(request, timeout=timeout)
     live = Live(board, console=console, refresh_per_second=12) if console.is_terminal else None
     with live or contextlib.nullcontext():
         for position, stream in streams.items():
-            try:
+            with failures.of(position):
                 for event in stream:
                     board.add(position, event.index, event.text)
                     if isinstance(event, Delta):
                         tokens += len(event.token_ids)
-            except RequestTimeout as error:
-                raise NoAnswer(str(error)) from error
-            except PhalanxError as error:
-                board.fail(position, str(error))
-                bad = getattr(error, "code", None) in _BAD_INPUT
-                worst = max(worst, ExitCode.BAD_INPUT if bad else ExitCode.UNHEALTHY)
     if live is None:
         console.print(board)
-    seconds = time.monotonic() - started
-    errors.print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
-    return worst
+    failures.tell()
+    if tokens:
+        seconds = time.monotonic() - started
+        errors.print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s")
+    return failures.worst
+
+
+class Failures:
+    """What went wrong with which prompt, and the exit code that follows."""
+
+    def __init__(self) -> None:
+        self.worst = 0
+        self._lines: list[str] = []
+
+    def add(self, position: int, error: PhalanxError) -> None:
+        if isinstance(error, RequestTimeout):
+            code = ExitCode.TIME_LIMIT
+        elif getattr(error, "code", None) in _BAD_INPUT:
+            code = ExitCode.BAD_INPUT
+        else:
+            code = ExitCode.UNHEALTHY
+        self.worst = max(self.worst, code)
+        self._lines.append(f"prompt {position}: {error}")
+
+    @contextlib.contextmanager
+    def of(self, position: int) -> Iterator[None]:
+        try:
+            yield
+        except PhalanxError as error:
+            self.add(position, error)
+
+    def tell(self) -> None:
+        for line in self._lines:
+            print(line, file=sys.stderr)
 
 
 class Board:
     """The prompts and what came of them so far."""
 
     def __init__(self, requests: list[Spec | BadLine]) -> None:
-        self._lines: dict[tuple[int, int], Text] = {}
-        for position, request in enumerate(requests):
-            if isinstance(request, BadLine):
-                self.fail(position, request.text)
-                continue
-            for index in range(request.n):
-                self._lines[position, index] = Text(str(request.prompt), style="bold")
+        self._lines = {
+            (position, index): Text(str(request.prompt), style="bold")
+            for position, request in enumerate(requests)
+            if isinstance(request, Spec)
+            for index in range(request.n)
+        }
 
     def add(self, position: int, index: int, text: str) -> None:
         self._lines[position, index].append(text, style="not bold")
-
-    def fail(self, position: int, text: str) -> None:
-        line = self._lines.setdefault((position, 0), Text())
-        line.append(f" {text}", style="red")
 
     def __rich__(self) -> RenderableType:
         return Group(*self._lines.values())

@@ -1,6 +1,7 @@
 """Requests from the command line or a JSONL file, checked line by line."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class BadLine:
 def parse_file(path: Path, defaults: dict[str, Any], stream: bool) -> list[Spec | BadLine]:
     """One entry a non-empty line. Raises ConfigError when the file cannot be read."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     return [_parse_line(line, defaults, stream) for line in lines if line.strip()]

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -251,3 +252,29 @@ def test_a_node_without_disk_refuses_new_requests_and_goes_on() -> None:
         assert after.token_ids
         wait_for(lambda: "cannot be written" in node.log(), "the log tells")
         assert os.path.exists(wal)
+
+
+_ON_A_FULL_DISK = """
+import resource, signal, sys, time
+from pathlib import Path
+import structlog
+from phalanx.services.gateway.journal import Journal
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))  # no write succeeds
+journal = Journal(Path(sys.argv[1]), 60.0, structlog.get_logger())
+print([one.entry.request_id for one in journal.load(time.time())])
+"""
+
+
+def test_on_a_full_disk_a_new_gateway_still_reads_what_was_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = open_journal(path)
+    journal.load(time.time())
+    # It stays open, as after kill -9: the files beside the database are there.
+    journal.write([Accept(entry(1)), Accept(entry(2))], time.time())
+    command = [sys.executable, "-P", "-c", _ON_A_FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == str([entry(1).request_id, entry(2).request_id])
+    assert not list(tmp_path.glob("*unreadable*"))
+    journal.close()
