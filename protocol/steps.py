@@ -63,6 +63,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     block_counts: bytes  # int32 [num_seqs] blocks added to the sequence's table by this step
     block_ids: bytes  # int32 [sum(block_counts)]
     snapshots: tuple[tuple[int, int], ...] = ()  # (slot, region): copy the slot after the commit
+    # (slot, new slot, block, new block): copy slot and block (0: none) before the step's first row. The
+    # new ones belong to a sequence of `new`, which goes on from what the other had computed by then.
+    forks: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -135,6 +135,11 @@ class Engine:
         started_ns = time.monotonic_ns()
         for new in plan.new:
             self._sequences.admit(new)
+        for slot, new_slot, block, new_block in plan.forks:
+            # Harmless in a step that is abandoned: nobody else has the new slot and block.
+            self.pools.slots[new_slot] = self.pools.slots[slot]
+            if block:
+                self.pools.blocks[new_block] = self.pools.blocks[block]
         batch, rows = self._sequences.batch(plan)
         try:
             pending = self.model.forward(batch)
