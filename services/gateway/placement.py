@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from phalanx.protocol.errors import Code
-from phalanx.protocol.limits import COMMAND_RETRY_MS
+from phalanx.protocol.limits import BLOCK_SIZE, COMMAND_RETRY_MS
 from phalanx.protocol.messages import (
     AbortSequence,
     FinalSeen,
@@ -70,6 +70,7 @@ class Placement:
         self._aborting: set[tuple[str, int, int]] = set()
         self._seen: dict[bytes, list[tuple[str, int, int]]] = {}
         self._ended: list[Stream] = []
+        self._newest = ("", -1)  # (request id, seat) of the sequence placed last
         self._last_call = 0
 
     # --- the seats' comings and goings ---
@@ -137,14 +138,23 @@ class Placement:
             if stream.final is not None or stream.place is not None or stream.end is not None:
                 heapq.heappop(self._waiting)
                 continue
-            seat = self.seats.least_loaded(now_ns)
+            seat = self._seat_for(stream, now_ns)
             if seat is None:
                 break
             heapq.heappop(self._waiting)
             self._submit(stream, seat, now_ns)
+            self._newest = (stream.request_id, seat.number)
         for peer, sequences in self._seen.items():
             self._send(peer, FinalSeen(tuple(sequences)))
         self._seen.clear()
+
+    def _seat_for(self, stream: Stream, now_ns: int) -> Seat | None:
+        """The least loaded seat; but a new sequence goes where the one before it of the same request
+        went, which computes their prompt once, if that saves more than the imbalance costs."""
+        request_id, number = self._newest
+        if stream.tokens or stream.request_id != request_id:
+            return self.seats.least_loaded(now_ns)
+        return self.seats.least_loaded(now_ns, number, stream.entry.prompt_tokens // BLOCK_SIZE)
 
     def take_ended(self) -> list[Stream]:
         """Streams that need no seat any more: their tokens say that they have ended."""

@@ -55,9 +55,13 @@ class Seats:
         seats = sorted(self.by_number.items())
         return tuple(seat.load for _, seat in seats if seat.load and seat.peer)
 
-    def least_loaded(self, now_ns: int) -> Seat | None:
-        """Where the next sequence goes; None while no seat takes one."""
-        usable = (
+    def least_loaded(self, now_ns: int, beside: int = -1, worth: int = 0) -> Seat | None:
+        """Where the next sequence goes; None while no seat takes one.
+
+        Args:
+            beside: A seat that is preferred as long as it runs at most `worth` sequences more.
+        """
+        usable = [
             seat
             for seat in self.by_number.values()
             if seat.peer
@@ -67,5 +71,11 @@ class Seats:
             and seat.load.worker_incarnation in (0, seat.worker_incarnation)
             and len(seat.streams) < self._capacity
             and seat.not_before_ns <= now_ns
-        )
-        return min(usable, key=lambda seat: (len(seat.streams), seat.number), default=None)
+        ]
+        if not usable:
+            return None
+        least = min(usable, key=lambda seat: (len(seat.streams), seat.number))
+        for seat in usable:
+            if seat.number == beside and len(seat.streams) <= len(least.streams) + worth:
+                return seat
+        return least
