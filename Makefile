@@ -22,6 +22,10 @@ demo: setup
 test: setup
 	$(BIN)/python -P -m pytest -q
 
+# 100,000 requests through the simulated schedulers; a failing seed is printed (ARGS="--seed N --worlds 1").
+soak: setup
+	$(BIN)/python -P tests/sim/soak.py $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -1,12 +1,14 @@
 """Cost of one decode step in the scheduler: a result in, the next plan and the tokens' message out.
 
-Also with both encoded, as the process sends them: that is what a step pays on the control side.
+This is the live code path: the core that the process runs, planning one step ahead. Every request
+has a stop id; with drafts, the client predicted its outputs and about three of five are accepted. With
+churn, requests end in every step and as many new ones start (their submission, like the peers'
+`add_request`, is not part of the step). `encoded_*` adds the bytes of plan and message.
 """
 
 import gc
-import os
-import platform
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -14,100 +16,160 @@ import numpy as np
 
 from phalanx.protocol.codec import encode
 from phalanx.protocol.config import SchedulerConfig
-from phalanx.protocol.messages import Sampling, Submit
+from phalanx.protocol.messages import FinalSeen, Sampling, Submit, Tokens
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.core import Scheduler
-from phalanx.scheduler_svc.events import Actions, Membership
+from phalanx.scheduler_svc.events import Membership
 
-RUNNING = (1, 16, 64, 256)
-STEPS, WARM_UP = 1500, 200
+RUNNING = (16, 64, 256)
+DRAFTS = (0, 5)
+CHURN = (0.0, 0.05)
+STEPS, WARM_UP = 1000, 100
 PROMPT_TOKENS = 100
+OUTPUTS_MAX = 1 << 13
+PREDICTED_IF_CHURNED = 1000  # tokens: nobody stays longer
+ACCEPTED = (3, 2, 4, 3)  # drafts that pass, in turn
+EOS, STOP_ID = 1, 2
+STEP_NS = 20_000_000
 
 
-def run(running: tuple[int, ...] = RUNNING, steps: int = STEPS) -> dict[str, Any]:
-    """The fields of `phalanx bench scheduler` (contract.md). `drafts` is 0: one row a sequence."""
+def run(
+    running: tuple[int, ...] = RUNNING,
+    steps: int = STEPS,
+    drafts: tuple[int, ...] = DRAFTS,
+    churn: tuple[float, ...] = CHURN,
+) -> dict[str, Any]:
+    """The fields of `phalanx bench scheduler` (contract.md); a row for each combination."""
     return {
-        "host": platform.node(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "rows": [measure(count, steps) for count in running],
+        "rows": [
+            Course(count, each, share).measure(steps)
+            for share in churn
+            for each in drafts
+            for count in running
+        ],
+        "yardstick_us": yardstick_us(),
     }
 
 
-def measure(running: int, steps: int) -> dict[str, Any]:
-    core = full_scheduler(running, steps + WARM_UP)
-    now_ns, plan = 0, _plan_of(core.step(0))
-    while not _decodes_all(plan, running):
-        core.handle(_answer(plan), now_ns)
-        plan = _plan_of(core.step(now_ns))
-    encoder = msgspec.msgpack.Encoder()
-    spent: list[int] = []
-    busy: list[int] = []  # on the CPU: what a step costs where nobody else wants the core
-    encoded: list[int] = []
-    gc.collect()
-    gc.freeze()  # a pause of the collector over this process's heap is no cost of a step
-    for _ in range(steps + WARM_UP - 2):
-        result = _answer(plan)
-        now_ns += 20_000_000
-        cpu = time.thread_time_ns()
-        before = time.perf_counter_ns()
-        core.handle(result, now_ns)
-        actions = core.step(now_ns)
-        after = time.perf_counter_ns()
-        busy.append(time.thread_time_ns() - cpu)
-        for made in actions.plans:
-            encoder.encode(made)
-        for message in actions.gateway:
-            encode(message)
-        encoded.append(time.perf_counter_ns() - before)
-        spent.append(after - before)
-        plan = _plan_of(actions)
-    gc.unfreeze()
-    core_us, cpu_us, all_us = (np.array(ns[WARM_UP:]) / 1e3 for ns in (spent, busy, encoded))
-    return {
-        "running": running,
-        "drafts": 0,
-        "p50_us": float(np.percentile(core_us, 50)),
-        "p99_us": float(np.percentile(core_us, 99)),
-        "cpu_p50_us": float(np.percentile(cpu_us, 50)),
-        "cpu_p99_us": float(np.percentile(cpu_us, 99)),
-        "encoded_p50_us": float(np.percentile(all_us, 50)),
-        "encoded_p99_us": float(np.percentile(all_us, 99)),
-    }
+def yardstick_us() -> float:
+    """A fixed mix of interpreter and numpy work on this machine now: what a step may be compared with."""
+    values, at = np.arange(4096, dtype=np.int32), np.arange(0, 4096, 16)
+    kept: dict[int, int] = {}
+    spent = []
+    for _ in range(50):
+        before = time.thread_time_ns()
+        for number in range(50):
+            (values[at] + number).any()
+            for key in range(10):
+                kept[key] = kept.get(key, 0) + 1
+        spent.append((time.thread_time_ns() - before) / 1e3)
+    return float(np.median(spent))
 
 
-def full_scheduler(running: int, outputs: int) -> Scheduler:
-    """A scheduler with `running` sequences submitted, room for all and nothing else to do."""
-    config = SchedulerConfig(
-        max_num_seqs=running, max_num_batched_tokens=max(1024, running), max_waiting=running
-    )
-    rows = 2 * running + running
-    columns = QueueTable.create(memoryview(bytearray(queue_bytes(rows))), rows, 0, 1)
-    core = Scheduler(config, 0, 1, columns)
-    blocks = running * (2 + (PROMPT_TOKENS + outputs) // 128) * 2
-    core.handle(
-        WorkerHello(1, blocks, running, 1 << 20, 1000, 1, 1, 1, "ph-a", "ph-b", 0, 5, "bench"), 0
-    )
-    core.handle(Membership(2, True), 0)
-    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32).tobytes()
-    for number in range(running):
-        sampling = Sampling(seed=number, max_tokens=outputs + 8, ignore_eos=True)
-        core.handle(Submit(number, f"{number:032x}", 0, 0, prompt, sampling), 0)
-    return core
+class Course:
+    """A full scheduler and the worker's answers, made up outside of what is timed."""
 
+    def __init__(self, running: int, drafts: int, churn: float) -> None:
+        self.running, self.drafts, self.churn = running, drafts, churn
+        self._leaving = 0.0  # sequences that ought to have ended by now, less those that have
+        self._submitted = 0
+        self._plans: deque[StepPlan] = deque()
+        predicted = PREDICTED_IF_CHURNED if churn else OUTPUTS_MAX
+        self._predicted = tuple(range(3, 3 + 50)) * (predicted // 50 if drafts else 0)
+        self.core = self._scheduler()
+        for _ in range(running):
+            self._submit(0)
 
-def _plan_of(actions: Actions) -> StepPlan:
-    (plan,) = actions.plans
-    return plan
+    def _scheduler(self) -> Scheduler:
+        count = self.running
+        config = SchedulerConfig(
+            max_num_seqs=count,
+            max_num_batched_tokens=max(1024, 8 * count),
+            max_waiting=count,
+        )
+        rows = 3 * count
+        columns = QueueTable.create(memoryview(bytearray(queue_bytes(rows))), rows, 0, 1)
+        core = Scheduler(config, 0, 1, columns)
+        blocks = 1 + 2 * count * (2 + (PROMPT_TOKENS + OUTPUTS_MAX) // 128)
+        hello = WorkerHello(
+            1, blocks, count, 1 << 20, 4096, EOS, 1, 1, "ph-a", "ph-b", 0, self.drafts, "bench"
+        )
+        core.handle(hello, 0)
+        core.handle(Membership(2, True), 0)
+        return core
 
+    def _submit(self, now_ns: int) -> None:
+        number = self._submitted
+        self._submitted += 1
+        sampling = Sampling(
+            seed=number,
+            max_tokens=OUTPUTS_MAX,
+            stop_token_ids=(STOP_ID,),
+            predicted_token_ids=self._predicted,
+        )
+        prompt = np.arange(3, 3 + PROMPT_TOKENS, dtype=np.int32).tobytes()
+        self.core.handle(Submit(number, f"{number:032x}", 0, 0, prompt, sampling), now_ns)
 
-def _decodes_all(plan: StepPlan, running: int) -> bool:
-    return len(plan.slots) == 4 * running and len(plan.token_ids) == 4 * running
+    def measure(self, steps: int) -> dict[str, Any]:
+        core, encoder, now_ns = self.core, msgspec.msgpack.Encoder(), STEP_NS
+        self._plans += core.step(now_ns).plans
+        spent, busy, encoded = [], [], []
+        gc.collect()
+        gc.freeze()  # a pause of the collector over this process's heap is no cost of a step
+        for at in range(steps + WARM_UP):
+            result = self._answer(self._plans.popleft(), at)
+            now_ns += STEP_NS
+            cpu = time.thread_time_ns()
+            before = time.perf_counter_ns()
+            core.handle(result, now_ns)
+            actions = core.step(now_ns)
+            after = time.perf_counter_ns()
+            busy.append(time.thread_time_ns() - cpu)
+            for plan in actions.plans:
+                encoder.encode(plan)
+            for message in actions.gateway:
+                encode(message)
+            encoded.append(time.perf_counter_ns() - before)
+            spent.append(after - before)
+            self._plans += actions.plans
+            for message in actions.gateway:
+                if isinstance(message, Tokens):
+                    self._replace_ended(message, now_ns)
+            if len(self._plans) < 2:
+                self._plans += core.step(now_ns).plans  # the one ahead
+        gc.unfreeze()
+        figures: dict[str, Any] = {
+            "running": self.running,
+            "drafts": self.drafts,
+            "churn": self.churn,
+        }
+        for name, ns in (("", spent), ("cpu_", busy), ("encoded_", encoded)):
+            for part in (50, 99):
+                value = float(np.percentile(ns[WARM_UP:], part)) / 1e3
+                figures[f"{name}p{part}_us"] = round(value, 1)
+        return figures
 
+    def _answer(self, plan: StepPlan, at: int) -> StepResult:
+        """The worker's: drafts accepted in turn, and a stop id where a sequence is to leave."""
+        drafts = np.frombuffer(plan.drafts, np.uint8)
+        sampled = np.frombuffer(plan.sample, np.uint8).astype(bool)
+        accepted = np.array(ACCEPTED)[(np.arange(len(drafts)) + at) % len(ACCEPTED)]
+        counts = (1 + np.minimum(accepted, drafts))[sampled]
+        tokens = np.full(int(counts.sum()), 7 + plan.seq % 50, np.int32)
+        self._leaving += self.churn * self.running if at > WARM_UP // 2 else 0.0
+        leave = min(int(self._leaving), len(counts))
+        self._leaving -= leave
+        first = np.cumsum(counts) - counts
+        tokens[first[(at * 31 + np.arange(leave) * 17) % max(1, len(counts))]] = STOP_ID
+        return StepResult(
+            plan.seq, False, counts.astype(np.uint8).tobytes(), tokens.tobytes(), bytes(len(counts))
+        )
 
-def _answer(plan: StepPlan) -> StepResult:
-    count = plan.sample.count(1)
-    tokens = np.full(count, 7 + plan.seq % 50, np.int32).tobytes()
-    return StepResult(plan.seq, False, b"\1" * count, tokens, bytes(count))
+    def _replace_ended(self, message: Tokens, now_ns: int) -> None:
+        ended = [i for i in message.items if i.finish_reason is not None]
+        for _ in ended:
+            self._submit(now_ns)
+        if ended:
+            seen = tuple((i.request_id, i.index, i.attempt) for i in ended)
+            self.core.handle(FinalSeen(seen), now_ns)

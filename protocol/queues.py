@@ -19,8 +19,10 @@ import numpy.typing as npt
 from phalanx.protocol.arena import SHM, Arena, arena_name, names
 from phalanx.protocol.errors import ArenaError
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
+STEP_TIMES = 4096  # step times kept
 REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
+STEPS_SHOWN = 256  # `phalanx queues` speaks of that many
 _ALIGN = 64
 _READ_ATTEMPTS = 200
 _READ_PAUSE_S = 0.0002
@@ -55,6 +57,7 @@ HEADER = np.dtype(
         ("total_blocks", "<i4"),  # block 0 left out, here and in free_blocks
         ("free_slots", "<i4"),
         ("total_slots", "<i4"),
+        ("steps", "<u8"),  # steps done; the newest STEP_TIMES of them are in `step_us`
     ]
 )
 COLUMNS: tuple[tuple[str, str], ...] = (
@@ -78,6 +81,9 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("in_flight", "<i4"),  # plans under way that contain it
     ("predicted", "<i4"),  # outputs that the client predicted: drafts
     ("last_token", "<i4"),
+    ("last_plan", "<i8"),  # the newest plan that contains it
+    ("handle", "<i8"),  # its name in TokenRows
+    ("named", "u1"),  # 1: the gateway was told the handle, and wants no more than the tokens
 )
 _HEADER_BYTES = -(-HEADER.itemsize // _ALIGN) * _ALIGN
 
@@ -89,13 +95,16 @@ def _column_bytes(dtype: str, rows: int) -> int:
 def queue_bytes(rows: int) -> int:
     """Size of the region for `rows` sequences."""
     columns = sum(_column_bytes(dtype, rows) for _, dtype in COLUMNS)
-    return _HEADER_BYTES + columns + _column_bytes("u1", rows * REQUEST_ID_BYTES)
+    ids = _column_bytes("u1", rows * REQUEST_ID_BYTES)
+    return _HEADER_BYTES + columns + ids + _column_bytes("<u4", STEP_TIMES)
 
 
 class QueueTable:
     """Typed views of the region: `header` (one record), a column for each field, `request_ids`.
 
-    Columns are int32 [rows] unless `COLUMNS` says otherwise; `request_ids` is uint8 [rows, 16].
+    Columns are int32 [rows] unless `COLUMNS` says otherwise; `request_ids` is uint8 [rows, 16];
+    `step_us` is a ring, uint32 [STEP_TIMES], of what the streams wait for: from a step's plan, or the
+    end of the step before it if that is later, until its tokens are on their way to the gateway.
     """
 
     state: npt.NDArray[np.uint8]
@@ -118,6 +127,9 @@ class QueueTable:
     in_flight: npt.NDArray[np.int32]
     predicted: npt.NDArray[np.int32]
     last_token: npt.NDArray[np.int32]
+    last_plan: npt.NDArray[np.int64]
+    handle: npt.NDArray[np.int64]
+    named: npt.NDArray[np.uint8]
 
     def __init__(self, data: memoryview, rows: int) -> None:
         assert len(data) >= queue_bytes(rows)
@@ -129,6 +141,19 @@ class QueueTable:
             at += _column_bytes(dtype, rows)
         ids = np.frombuffer(data, np.uint8, rows * REQUEST_ID_BYTES, at)
         self.request_ids = ids.reshape(rows, REQUEST_ID_BYTES)
+        at += _column_bytes("u1", rows * REQUEST_ID_BYTES)
+        self.step_us: npt.NDArray[np.uint32] = np.frombuffer(data, np.uint32, STEP_TIMES, at)
+
+    def note_step(self, us: int) -> None:
+        steps = self.header["steps"]
+        self.step_us[int(steps[0]) % STEP_TIMES] = us
+        steps[0] += 1
+
+    def step_times(self, newest: int = STEP_TIMES) -> npt.NDArray[np.uint32]:
+        """Of the last steps, at most `newest`, oldest first."""
+        steps = int(self.header["steps"][0])
+        at = np.arange(steps - min(newest, steps, STEP_TIMES), steps) % STEP_TIMES
+        return self.step_us[at]
 
     @classmethod
     def create(cls, data: memoryview, rows: int, seat: int, incarnation: int) -> "QueueTable":
@@ -165,6 +190,17 @@ def read_queues(node: str) -> dict[str, list[dict[str, Any]]]:
         ranks.append(rank)
         requests += held
     return {"ranks": ranks, "requests": requests}
+
+
+def step_times(node: str, seat: int) -> tuple[int, npt.NDArray[np.uint32]]:
+    """(steps done, microseconds of the newest ones) of a seat's scheduler; (0, none) without one."""
+    for name in _live_arenas(node):
+        with Arena.attach(name) as arena:
+            rows = int(np.frombuffer(arena.data[:_HEADER_BYTES], HEADER, 1)[0]["rows"])
+            table = QueueTable(memoryview(bytes(arena.data)), rows)
+        if int(table.header[0]["seat"]) == seat:
+            return int(table.header[0]["steps"]), table.step_times()
+    return 0, np.empty(0, np.uint32)
 
 
 def _live_arenas(node: str) -> list[str]:
@@ -210,9 +246,17 @@ def _consistent_copy(data: memoryview) -> bytes:
 def _describe(table: QueueTable) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     header = table.header[0]
     seat, now_ns = int(header["seat"]), time.monotonic_ns()
-    rank = {"slot": seat, "incarnation": int(header["incarnation"]), "epoch": int(header["epoch"])}
+    rank: dict[str, Any] = {
+        "slot": seat,
+        "incarnation": int(header["incarnation"]),
+        "epoch": int(header["epoch"]),
+    }
     for field in ("waiting", "running", "free_blocks", "total_blocks", "free_slots", "total_slots"):
         rank[field] = int(header[field])
+    times = table.step_times(STEPS_SHOWN)
+    rank["steps"] = int(header["steps"])
+    for part in (50, 99):
+        rank[f"step_us_p{part}"] = float(np.percentile(times, part)) if len(times) else None
     held = [
         {
             "request_id": table.request_ids[row].tobytes().hex(),

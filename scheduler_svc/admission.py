@@ -1,10 +1,13 @@
 """Whether a sequence can be served here at all. Pure. What can never fit is refused with the numbers."""
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.limits import N_MAX
+from phalanx.protocol.limits import N_MAX, STOP_IDS_MAX
 from phalanx.protocol.messages import Submit
 from phalanx.protocol.queues import REQUEST_ID_BYTES
 from phalanx.protocol.steps import WorkerHello
@@ -40,7 +43,9 @@ def admit(
         )
     _check_ids(submit, worker.vocab_size)
     max_outputs = _room(submit, worker, rank.pool.total)
-    order = (0 if resumed else 1, -submit.priority, serial)
+    # Priority is a head start, not a class: whoever has waited longer than that goes first all the same.
+    head_start_ns = submit.priority * config.priority_step_ms * 1_000_000
+    order = (0 if resumed else 1, now_ns - head_start_ns, serial)
     return sequence_of(submit, max_outputs, order, now_ns)
 
 
@@ -89,8 +94,19 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
     if not submit.prompt or len(submit.prompt) % 4 or len(submit.outputs) % 4:
         raise Refused(Code.BAD_REQUEST, "prompt and outputs are int32 ids, the prompt at least one")
     ids = np.frombuffer(submit.prompt + submit.outputs, np.int32)
-    bias = np.array(list(submit.sampling.logit_bias), np.int64)
-    for name, values in (("token", ids), ("logit_bias", bias)):
+    sampling = submit.sampling
+    if len(sampling.stop_token_ids) > STOP_IDS_MAX:
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"{len(sampling.stop_token_ids)} stop ids, at most {STOP_IDS_MAX} are allowed",
+        )
+    named: dict[str, npt.NDArray[Any]] = {
+        "token": ids,
+        "stop": np.array(sampling.stop_token_ids, object),
+        "logit_bias": np.array(list(sampling.logit_bias), object),
+        "predicted": np.array(sampling.predicted_token_ids, object),
+    }
+    for name, values in named.items():
         wrong = (values < 0) | (values >= vocab_size)
         if wrong.any():
             raise Refused(

@@ -1,4 +1,5 @@
-"""A step's result into the state: a handful of vector operations, then one loop over new tokens. Pure."""
+"""A step's result into the state: vector operations whatever the batch; one by one only what ends,
+what is new to the gateway, and what carries log-probabilities. Pure."""
 
 from dataclasses import dataclass, field
 
@@ -6,13 +7,16 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.protocol.errors import Code
-from phalanx.protocol.messages import FinishReason, TokenLogprobs, TokensItem
+from phalanx.protocol.messages import FinishReason, TokenLogprobs, TokenRows, TokensItem
 from phalanx.protocol.queues import State
 from phalanx.protocol.steps import StepResult
+from phalanx.scheduler_svc.outputs import Int32
 from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Rank
-from phalanx.scheduler_svc.state import Rows, Sequence
-from phalanx.scheduler_svc.stops import hits_stop_id, sample_error, stop_now
+from phalanx.scheduler_svc.state import Sequence
+from phalanx.scheduler_svc.stops import Rows, sample_error
+
+Bool = npt.NDArray[np.bool_]
 
 Ended = tuple[Sequence, FinishReason, Code | None, str]
 
@@ -24,20 +28,37 @@ class Commit:
     Those that end with an error have no item here: no token was sampled for them.
     """
 
+    rows: TokenRows | None = None
     items: list[TokensItem] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Fresh:
+    """New tokens of a step: `counts[i]` of `tokens` are for `rows[i]`, behind its `have[i]` outputs."""
+
+    rows: Rows
+    have: Int32
+    counts: Int32
+    tokens: Int32
+    logprobs: tuple[TokenLogprobs | None, ...]  # parallel to tokens; empty: none was asked for
+
+    def keep(self, kept: Bool) -> None:
+        """Only the tokens marked; the caller has seen to the counts."""
+        self.tokens = self.tokens[kept]
+        if self.logprobs:
+            self.logprobs = tuple(self.logprobs[at] for at in kept.nonzero()[0])
 
 
 def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     """Enter the step's tokens. Sequences that ended while it was in flight get nothing."""
     t, done = rank.t, Commit()
-    rows, firsts = flight.decoders.rows, [c.sequence for c in flight.chunks if c.samples]
+    rows = flight.decoders.rows
     counts = np.frombuffer(result.counts, np.uint8).astype(np.int32)
     tokens = np.frombuffer(result.tokens, np.int32)
-    status = np.frombuffer(result.status, np.uint8)
-    sampled = len(rows) + len(firsts)
-    assert len(counts) == len(status) == sampled, "the result is not one of this plan"
-    assert int(counts.sum()) == len(tokens), "the result's counts are not its tokens"
+    firsts = [chunk.sequence.row for chunk in flight.chunks if chunk.samples]
+    assert len(counts) == len(result.status) == len(rows) + len(firsts), "not of this plan"
+    assert int(np.add.reduce(counts)) == len(tokens), "the result's counts are not its tokens"
     accepted = np.maximum(counts[: len(rows)], 1)  # a row whose sample failed was computed, too
     t.committed[rows] += accepted
     t.planned[rows] -= flight.decoders.drafts + 1 - accepted
@@ -45,112 +66,107 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     for chunk in flight.chunks:
         t.committed[chunk.sequence.row] = chunk.end
         t.in_flight[chunk.sequence.row] -= 1
-    sequences = flight.decoders.sequences + firsts
     if firsts:
-        rows = np.concatenate((rows, np.array([s.row for s in firsts], np.intp)))
-    alive = t.state[rows] == State.RUNNING
-    logprobs = result.logprobs or (None,) * len(tokens)
-    if alive.all() and not status.any() and len(tokens) == sampled:
-        _enter_one_each(rank, sequences, rows, tokens, logprobs, done)
-        return done
-    ends = np.cumsum(counts)
-    for place in np.flatnonzero(alive):
-        span = slice(int(ends[place] - counts[place]), int(ends[place]))
-        ended = _enter_several(rank, sequences[place], tokens[span].tolist(), logprobs[span], done)
-        if status[place] and not ended:
-            sequence = sequences[place]
-            why = sample_error(int(status[place]), len(sequence.outputs))
-            done.ended.append((sequence, "error", *why))
+        rows = np.concatenate((rows, np.array(firsts, np.intp)))
+    fresh = Fresh(rows, t.output_tokens.take(rows), counts, tokens, result.logprobs)
+    alive = t.state.take(rows) == State.RUNNING
+    if np.count_nonzero(alive) < len(alive):
+        fresh.keep(np.repeat(alive, counts))
+        fresh.rows, fresh.have, fresh.counts = rows[alive], fresh.have[alive], counts[alive]
+    reasons = _enter(rank, fresh)
+    by_row = rank.table.by_row
+    for place, reason in reasons.items():
+        done.ended.append((by_row[int(fresh.rows[place])], reason, None, ""))
+    if any(result.status):
+        status = np.frombuffer(result.status, np.uint8)[alive]
+        for place in status.nonzero()[0].tolist():
+            if place not in reasons:
+                sequence = by_row[int(fresh.rows[place])]
+                why = sample_error(int(status[place]), sequence.num_outputs)
+                done.ended.append((sequence, "error", *why))
+    _say(rank, fresh, reasons, done)
     return done
 
 
-def _enter_one_each(
-    rank: Rank,
-    sequences: list[Sequence],
-    rows: Rows,
-    tokens: npt.NDArray[np.int32],
-    logprobs: tuple[TokenLogprobs | None, ...],
-    done: Commit,
-) -> None:
-    """The common step: everybody gets one token."""
+def _enter(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
+    """Put the tokens behind the outputs, up to those that end a sequence; place -> why it ends."""
+    t, rows = rank.t, fresh.rows
+    given, reasons = fresh.counts, _ends(rank, fresh)
+    if fresh.counts is not given:  # tokens after the one that ends a sequence do not count
+        nth = np.arange(len(fresh.tokens)) - np.repeat(np.cumsum(given) - given, given)
+        fresh.keep(nth < np.repeat(fresh.counts, given))
+    rank.table.outputs.append(rows, fresh.have, fresh.counts, fresh.tokens)
+    t.output_tokens[rows] += fresh.counts
+    last = np.cumsum(fresh.counts) - 1
+    got = fresh.counts > 0
+    if np.count_nonzero(got) == len(got):
+        t.last_token[rows] = fresh.tokens[last]
+    else:
+        t.last_token[rows[got]] = fresh.tokens[last[got]]
+    return reasons
+
+
+def _ends(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
+    """Which places end, and why; their counts are cut to what they may still get."""
+    t, rows, counts = rank.t, fresh.rows, fresh.counts
+    room = t.max_tokens.take(rows) - fresh.have
+    full = (counts >= room).nonzero()[0]
+    hits = rank.table.stop_ids.hits(rows, counts, fresh.tokens)
+    reasons: dict[int, FinishReason] = {}
+    if not len(full) and not hits:
+        return reasons
+    cut = counts.copy()
+    for place, nth in hits:
+        enough = fresh.have[place] + nth >= t.min_tokens[rows[place]]
+        if enough and nth <= room[place] and place not in reasons:
+            reasons[place], cut[place] = "stop", nth
+    for place in full.tolist():
+        if place not in reasons:
+            reasons[place], cut[place] = "length", room[place]
+    fresh.counts = cut
+    return reasons
+
+
+def _say(rank: Rank, fresh: Fresh, reasons: dict[int, FinishReason], done: Commit) -> None:
+    """As rows what goes on and is known to the gateway by its handle; the rest as items."""
     t = rank.t
-    t.output_tokens[rows] += 1
-    t.last_token[rows] = tokens
-    stopped, full = stop_now(t, rows, tokens)
-    ends = (stopped | full).tolist()
-    places = zip(sequences, tokens.tolist(), ends, stopped.tolist(), logprobs, strict=True)
-    for sequence, token, end, stop, logprob in places:
-        offset = len(sequence.outputs)
-        sequence.outputs.append(token)
-        reason: FinishReason | None = None
-        if end:
-            reason = "stop" if stop else "length"
-        if sequence.sampling.stop_token_ids and hits_stop_id(sequence, token):
-            reason = "stop"
-        if reason is not None:
-            done.ended.append((sequence, reason, None, ""))
-        kept: tuple[TokenLogprobs, ...] = ()
-        if logprob is not None:
-            sequence.logprobs.append(logprob)
-            kept = (logprob,)
-        done.items.append(
-            TokensItem(
-                sequence.request_id,
-                sequence.index,
-                sequence.attempt,
-                offset,
-                (token,),
-                reason,
-                logprobs=kept,
-            )
+    plain = (t.named.take(fresh.rows) != 0) & (fresh.counts > 0)
+    for place in reasons:
+        plain[place] = False
+    rows, have, counts, tokens = fresh.rows, fresh.have, fresh.counts, fresh.tokens
+    if np.count_nonzero(plain) < len(plain):
+        odd = (~plain & (counts > 0)).nonzero()[0]
+        starts = np.cumsum(counts) - counts
+        columns = (column[odd].tolist() for column in (rows, have, starts, counts))
+        for place, row, offset, start, count in zip(odd.tolist(), *columns, strict=True):
+            span, sequence = slice(start, start + count), rank.table.by_row[row]
+            done.items.append(_item(sequence, fresh, offset, span, reasons.get(place)))
+            rank.table.name(sequence)
+        tokens = tokens[np.repeat(plain, counts)]
+        rows, have, counts = rows[plain], have[plain], counts[plain]
+    if len(rows):
+        done.rows = TokenRows(
+            t.handle.take(rows).tobytes(),
+            have.tobytes(),
+            counts.astype(np.uint8).tobytes(),
+            tokens.tobytes(),
         )
 
 
-def _enter_several(
-    rank: Rank,
-    sequence: Sequence,
-    tokens: list[int],
-    logprobs: tuple[TokenLogprobs | None, ...],
-    done: Commit,
-) -> bool:
-    """Tokens of a step with accepted drafts; those after one that ends the sequence do not count.
-
-    Returns whether it ended.
-    """
-    t, row, offset = rank.t, sequence.row, len(sequence.outputs)
-    reason: FinishReason | None = None
-    for token in tokens:
-        sequence.outputs.append(token)
-        count = len(sequence.outputs)
-        if (
-            token == t.end_token[row]
-            and count >= t.min_tokens[row]
-            or sequence.sampling.stop_token_ids
-            and hits_stop_id(sequence, token)
-        ):
-            reason = "stop"
-        elif count >= t.max_tokens[row]:
-            reason = "length"
-        if reason is not None:
-            break
-    new = sequence.outputs[offset:]
-    if not new:
-        return False
-    t.output_tokens[row] += len(new)
-    t.last_token[row] = new[-1]
-    kept = tuple(logprob for logprob in logprobs[: len(new)] if logprob is not None)
-    sequence.logprobs += kept
-    if reason is not None:
-        done.ended.append((sequence, reason, None, ""))
-    done.items.append(
-        TokensItem(
-            sequence.request_id,
-            sequence.index,
-            sequence.attempt,
-            offset,
-            tuple(new),
-            reason,
-            logprobs=kept,
-        )
+def _item(
+    sequence: Sequence, fresh: Fresh, offset: int, span: slice, reason: FinishReason | None
+) -> TokensItem:
+    kept: tuple[TokenLogprobs, ...] = ()
+    if fresh.logprobs:
+        kept = tuple(logprob for logprob in fresh.logprobs[span] if logprob is not None)
+        sequence.logprobs += kept
+    return TokensItem(
+        sequence.request_id,
+        sequence.index,
+        sequence.attempt,
+        offset,
+        tuple(fresh.tokens[span].tolist()),
+        reason,
+        logprobs=kept,
+        handle=sequence.handle,
     )
-    return reason is not None

@@ -31,6 +31,7 @@ from phalanx.protocol.messages import (
     SequenceList,
     Submit,
     Submitted,
+    TokenRows,
     Tokens,
     TokensItem,
 )
@@ -38,7 +39,8 @@ from phalanx.protocol.queues import QueueTable, State
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.admission import admit
 from phalanx.scheduler_svc.commit import Commit, commit
-from phalanx.scheduler_svc.decode import take_decoders
+from phalanx.scheduler_svc.cost import StepCost
+from phalanx.scheduler_svc.decode import Decoders, take_decoders
 from phalanx.scheduler_svc.events import (
     Actions,
     GatewayChanged,
@@ -56,6 +58,17 @@ from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import Key, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
+HEADER_FIELDS = (
+    "epoch",
+    "waiting",
+    "running",
+    "free_blocks",
+    "total_blocks",
+    "free_slots",
+    "total_slots",
+)
+_NO_ROWS = TokenRows()
+PROMPT_ROWS_MIN = 16
 FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
 
 
@@ -93,9 +106,11 @@ class Scheduler:
         self._plan_seq = 0
         self._tokens_seq = 0
         self._items: list[TokensItem] = []
+        self._rows: TokenRows | None = None
         self._out: list[BusToGateway] = []
         self._load = LoadReport()
-        self._header = columns.header[0]
+        self._cost = StepCost()
+        self._header = {name: columns.header[name] for name in HEADER_FIELDS}
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
             AbortSequence: self._abort,
@@ -199,12 +214,11 @@ class Scheduler:
         self.sequences[key] = sequence
         self.table.insert(sequence, self.worker.eos_token_id)
         self._say(Submitted(submit.call, self.seat, self.incarnation))
+        self.rank.enqueue(sequence)
         ended = finished_already(sequence, self.worker.eos_token_id)
         if ended is not None:
             self._finish(sequence, ended, now_ns)
-            self._items.append(sequence.item(len(sequence.outputs)))
-        else:
-            self.rank.enqueue(sequence)
+            self._items.append(sequence.item(sequence.num_outputs))
 
     def _abort(self, abort: AbortSequence, now_ns: int) -> None:
         key = (abort.request_id, abort.index)
@@ -212,7 +226,7 @@ class Scheduler:
         if known is not None and known.attempt == abort.attempt:
             if known.finish is None:
                 self._finish(known, abort.reason, now_ns)
-                self._items.append(known.item(len(known.outputs)))
+                self._items.append(known.item(known.num_outputs))
         elif known is None or known.attempt < abort.attempt:
             # Overtook its Submit: whatever was here is older, and what may still come has ended.
             if known is not None:
@@ -233,7 +247,7 @@ class Scheduler:
 
     def _list_sequences(self, asked: ListSequences, now_ns: int) -> None:
         infos = tuple(
-            SequenceInfo(s.request_id, s.index, s.attempt, s.outputs.tobytes(), s.finish)
+            SequenceInfo(s.request_id, s.index, s.attempt, s.outputs().tobytes(), s.finish)
             for s in self.sequences.values()
         )
         self._say(SequenceList(asked.call, self.seat, self.incarnation, infos))
@@ -245,10 +259,11 @@ class Scheduler:
         self._out.append(message)
 
     def _flush_items(self) -> None:
-        if self._items:
+        if self._items or self._rows is not None:
             self._tokens_seq += 1
             items, self._items = tuple(self._items), []
-            self._say(Tokens(self.seat, self.incarnation, self._tokens_seq, items))
+            rows, self._rows = self._rows or _NO_ROWS, None
+            self._say(Tokens(self.seat, self.incarnation, self._tokens_seq, items, rows))
 
     # ------------------------------------------------------------ the worker
 
@@ -284,26 +299,53 @@ class Scheduler:
             budget=budget,
             max_drafts=self.worker.max_drafts,
             idle=not self.flights,
+            evict=lambda victim: self._evict(victim, now_ns),
         )
         if decoders is None:
             return None
         store = self.store
-        chunks = take_chunks(
+        prefill = take_chunks(
             self.rank,
-            budget - decoders.num_rows,
+            self._prompt_rows(decoders),
             max_num_seqs=self.config.max_num_seqs,
             watermark=self.config.prefill_watermark,
             cut_at=(lambda s: store.cut_at(s, now_ns)) if store is not None else (lambda s: 0),
         )
-        if not decoders.sequences and not chunks:
+        if not len(decoders.rows) and not prefill.chunks:
             return None
         if store is not None:
-            for chunk in chunks:
+            for chunk in prefill.chunks:
                 store.claim(chunk, now_ns)
         self._plan_seq += 1
-        plan, flight = make_plan(self._plan_seq, self._seen, self.rank, decoders, chunks)
+        plan, flight = make_plan(self._plan_seq, self._seen, self.rank, decoders, prefill)
         self.flights.append(flight)
         return plan
+
+    def _prompt_rows(self, decoders: Decoders) -> int:
+        """Rows that prompts may have beside the decoders, within the target for a step's time.
+
+        A few they always have, so that every prompt gets done whatever the target.
+        """
+        rank, rows = self.rank, decoders.num_rows
+        most = self.config.max_num_batched_tokens - rows
+        target_us = self.config.target_itl_ms * 1000
+        if not target_us or not rows or not self._cost.known:
+            return most
+        start = int(rank.t.planned[rank.prefilling[0].row]) if rank.prefilling else 0
+        within = self._cost.rows_within(target_us, rows, decoders.context(rank), start, most)
+        return max(within, min(most, PROMPT_ROWS_MIN))
+
+    def _evict(self, victim: Sequence, now_ns: int) -> None:
+        """No block is left for its next token."""
+        if self.config.preempt == "recompute":
+            self.rank.preempt(victim)
+            return
+        text = (
+            f"the KV pool of {self.rank.pool.total} blocks is full; this was the longest output, and"
+            " the node is configured to end it (scheduler.preempt: stop)"
+        )
+        self._finish(victim, "length", now_ns, Code.KV_PRESSURE, text)
+        self._items.append(victim.item(victim.num_outputs))
 
     def _result(self, result: StepResult, now_ns: int) -> None:
         if not self.flights or self.flights[0].seq != result.seq:
@@ -314,6 +356,7 @@ class Scheduler:
         if result.aborted:
             retract(self.rank, flight)
         else:
+            self._cost.observe(flight.num_rows, flight.context, result.step_us)
             self._commit(commit(self.rank, flight, result), now_ns)
         self._draining = bool(self.flights) and (self._draining or result.aborted)
         self._keep_states(flight, result.aborted)
@@ -322,9 +365,12 @@ class Scheduler:
     def _commit(self, done: Commit, now_ns: int) -> None:
         for sequence, reason, code, error in done.ended:
             self._finish(sequence, reason, now_ns, code, error)
+        if done.rows is not None and (self._items or self._rows is not None):
+            self._flush_items()  # a message has its rows first
+        self._rows = done.rows or self._rows
         self._items += done.items
         self._items += [
-            s.item(len(s.outputs)) for s, reason, _, _ in done.ended if reason == "error"
+            s.item(s.num_outputs) for s, reason, _, _ in done.ended if reason == "error"
         ]
 
     def _keep_states(self, flight: Flight, aborted: bool) -> None:
@@ -364,10 +410,10 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
         self.rank.leave(sequence)
-        if self.rank.t.in_flight[sequence.row]:
-            fence = max(flight.seq for flight in self.flights if flight.holds(sequence))
-            self.rank.t.state[sequence.row] = State.ENDING
-            self._fences.append((fence, sequence))
+        t, row = self.rank.t, sequence.row
+        if t.in_flight[row]:
+            t.state[row] = State.ENDING
+            self._fences.append((int(t.last_plan[row]), sequence))
         else:
             self.rank.free(sequence)
             self.table.remove(sequence)
@@ -381,8 +427,11 @@ class Scheduler:
         del self.sequences[sequence.key]
 
     def _repeat_finals(self, now_ns: int) -> None:
+        due_ns = self._finals.next_due_ns
+        if due_ns is None or due_ns > now_ns:
+            return
         again, over = self._finals.due(now_ns)
-        self._items += [sequence.item(len(sequence.outputs)) for sequence in again]
+        self._items += [sequence.item(sequence.num_outputs) for sequence in again]
         for sequence in over:
             self._forget(sequence)
 
@@ -420,8 +469,6 @@ class Scheduler:
         )
 
     def _write_header(self, load: SeatLoad) -> None:
-        header = self._header
-        header["epoch"] = self._membership.epoch
-        header["waiting"], header["running"] = load.waiting, load.running
-        header["free_blocks"], header["total_blocks"] = load.free_blocks, load.total_blocks
-        header["free_slots"], header["total_slots"] = load.free_slots, load.total_slots
+        self._header["epoch"][0] = self._membership.epoch
+        for name in HEADER_FIELDS[1:]:
+            self._header[name][0] = getattr(load, name)

@@ -72,7 +72,9 @@ class Shell:
         self._topology_version = -1
         self._gateway: int | None = None
         self._hello_due_ns = 0
-        self._member = False
+        self._sent_ns: dict[int, int] = {}  # when each plan under way was sent
+        self._running_ns: list[int] = []  # since when the steps that are done now were running
+        self._done_ns = 0  # when the tokens of the last step were sent
 
     def run(self) -> None:
         self.service.ready()
@@ -182,7 +184,10 @@ class Shell:
             self.core.handle(message, now_ns)
             self.service.row.advance()
             if isinstance(message, WorkerHello):
+                self._sent_ns.clear()
                 self._worker_ready(message, now_ns)
+            elif (sent_ns := self._sent_ns.pop(message.seq, None)) is not None:
+                self._running_ns.append(max(sent_ns, self._done_ns))
         return bool(messages)
 
     def _worker_ready(self, hello: WorkerHello, now_ns: int) -> None:
@@ -207,12 +212,22 @@ class Shell:
         actions = self.core.step(now_ns)
         for plan in actions.plans:
             self.seat.send(plan)
+            self._sent_ns[plan.seq] = time.monotonic_ns()
         for message in actions.gateway:
             # A full queue: tokens are asked for again, finals and loads are said again.
             send(self.bus, encode(message))
+        if self._running_ns:
+            self._note_steps()
         for put in self.core.store_step(now_ns):
             if not send(self.store, encode(put)):
                 self.core.handle(PutDone(put.call, False, False, "the queue is full"), now_ns)
+
+    def _note_steps(self) -> None:
+        """How long the steps took whose tokens have just left."""
+        self._done_ns = time.monotonic_ns()
+        for since_ns in self._running_ns:
+            self.core.table.columns.note_step((self._done_ns - since_ns) // 1000)
+        self._running_ns.clear()
 
     def _watch_topology(self, now_ns: int) -> None:
         board = self.service.board

@@ -65,7 +65,7 @@ class Offload:
 
     def cut_at(self, sequence: Sequence, now_ns: int) -> int:
         """Where a chunk of a fresh prompt must end so that its window state can be kept; 0: nowhere."""
-        if sequence.outputs or now_ns < self._quiet_until_ns or not self._regions:
+        if sequence.num_outputs or now_ns < self._quiet_until_ns or not self._regions:
             return 0
         return sequence.num_prompt // BLOCK_SIZE * BLOCK_SIZE
 

@@ -4,13 +4,14 @@ Making a plan changes the state to what it will be once the step is done with ev
 result corrects it (`commit.py`), an abandoned step takes it back (`retract`).
 """
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
 from phalanx.protocol.steps import NewSequence, StepPlan
-from phalanx.scheduler_svc.decode import Decoders, Int32
+from phalanx.scheduler_svc.decode import Decoders
+from phalanx.scheduler_svc.outputs import Int32
+from phalanx.scheduler_svc.prefill import Prefill
 from phalanx.scheduler_svc.rank import Chunk, Rank
 from phalanx.scheduler_svc.state import Sequence
 
@@ -25,24 +26,22 @@ class Flight:
     chunks: list[Chunk]
     chunk_blocks: list[int]  # likewise
     new: list[Sequence]  # sequences that the worker meets with it
-
-    def holds(self, sequence: Sequence) -> bool:
-        return sequence in self.decoders.sequences or any(
-            chunk.sequence is sequence for chunk in self.chunks
-        )
+    num_rows: int
+    context: int  # sum over its rows of the tokens that each may read
 
 
 def make_plan(
-    seq: int, seen: int, rank: Rank, decoders: Decoders, chunks: list[Chunk]
+    seq: int, seen: int, rank: Rank, decoders: Decoders, prefill: Prefill
 ) -> tuple[StepPlan, Flight]:
     """Decoders first (all sampled), then the chunks."""
+    chunks = prefill.chunks
     t, rows, drafts = rank.t, decoders.rows, decoders.drafts
-    blocks = t.blocks[rows]
-    more = blocks - t.told[rows]
+    blocks = t.blocks.take(rows)
+    more = blocks - t.told.take(rows)
     block_ids = [
         block
-        for place in np.flatnonzero(more)
-        for block in decoders.sequences[place].blocks[int(blocks[place] - more[place]) :]
+        for place in more.nonzero()[0].tolist()
+        for block in rank.decoding[int(rows[place])].blocks[int(blocks[place] - more[place]) :]
     ]
     told = [int(t.told[chunk.sequence.row]) for chunk in chunks]
     for chunk, known in zip(chunks, told, strict=True):
@@ -54,18 +53,24 @@ def make_plan(
         seq=seq,
         seen=seen,
         new=tuple(map(_new, new)),
-        slots=t.slot[rows].tobytes() + _int32([c.sequence.slot for c in chunks]),
-        starts=t.planned[rows].tobytes() + _int32([c.start for c in chunks]),
+        slots=t.slot.take(rows).tobytes() + _int32([c.sequence.slot for c in chunks]),
+        starts=t.planned.take(rows).tobytes() + _int32([c.start for c in chunks]),
         seqlens_q=(drafts + 1).tobytes() + _int32([c.count for c in chunks]),
         drafts=drafts.astype(np.uint8).tobytes() + none,
         sample=b"\1" * len(rows) + bytes(c.samples for c in chunks),
-        carry=(t.in_flight[rows] > 0).tobytes() + none,
-        token_ids=t.last_token[rows].tobytes() + b"".join(map(_token_ids, chunks)),
+        carry=(t.in_flight.take(rows) > 0).tobytes() + none,
+        token_ids=t.last_token.take(rows).tobytes() + b"".join(map(_token_ids, chunks)),
         block_counts=more.tobytes() + _int32(added),
         block_ids=_int32(block_ids),
         snapshots=tuple((c.sequence.slot, c.region) for c in chunks if c.region >= 0),
+        forks=tuple(
+            (f.leader_slot, f.follower_slot, f.leader_block, f.follower_block)
+            for f in prefill.forks
+        ),
     )
-    flight = Flight(seq, decoders, more, chunks, added, new)
+    num_rows = decoders.num_rows + sum(chunk.count for chunk in chunks)
+    context = decoders.context(rank) + sum(chunk.context for chunk in chunks)
+    flight = Flight(seq, decoders, more, chunks, added, new, num_rows, context)
     _expect(rank, flight)
     return plan, flight
 
@@ -74,11 +79,13 @@ def _expect(rank: Rank, flight: Flight) -> None:
     t, rows = rank.t, flight.decoders.rows
     t.planned[rows] += flight.decoders.drafts + 1
     t.in_flight[rows] += 1
+    t.last_plan[rows] = flight.seq
     t.told[rows] += flight.decoder_blocks
     for chunk, blocks in zip(flight.chunks, flight.chunk_blocks, strict=True):
         row = chunk.sequence.row
         t.planned[row] += chunk.count
         t.in_flight[row] += 1
+        t.last_plan[row] = flight.seq
         t.told[row] += blocks
         chunk.sequence.known = True
         if chunk.samples:
@@ -105,17 +112,11 @@ def retract(rank: Rank, flight: Flight) -> None:
 def _new(sequence: Sequence) -> NewSequence:
     return NewSequence(
         slot=sequence.slot,
-        copy_key=copy_key(sequence),
+        copy_key=sequence.copy_key,
         num_prompt=sequence.num_prompt,
         sampling=sequence.sampling,
         tokens=sequence.tokens(),
     )
-
-
-def copy_key(sequence: Sequence) -> int:
-    """63 bits of (request_id, index): the same on every rank and after every move."""
-    name = f"{sequence.request_id}/{sequence.index}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
 def _token_ids(chunk: Chunk) -> bytes:

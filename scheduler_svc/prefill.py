@@ -1,18 +1,36 @@
 """Which prompts enter this step, and how much of each. Pure.
 
-First the prompts already begun, then the waiting queue in its order. Nobody is overtaken: a long
-prompt would starve behind a stream of short ones.
+First the prompts already begun, then the waiting queue in its order. A prompt may overtake one that does
+not fit into this step and has at least `OVERTAKES` times as much left, so a short question does not wait behind a book; but the oldest
+begun prompt gets its share of every step, and a waiting one is overtaken a bounded number of times.
+
+Sequences of one request with the same prompt (`n > 1`) compute it once: one leads, the others wait
+beside the queue and are forked from it one token before its end (`Rank.fork`). Each then runs the last
+prompt token itself, as a row of its own, so its first token is sampled as if it had been alone.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from phalanx.protocol.limits import RING_BYTES
 from phalanx.scheduler_svc.blocks import blocks_for
-from phalanx.scheduler_svc.rank import Chunk, Rank
+from phalanx.scheduler_svc.rank import Chunk, Fork, Rank
 from phalanx.scheduler_svc.state import Sequence
 
 # A plan carries all tokens of its new sequences; half a ring leaves room for the rest of it.
 PLAN_NEW_BYTES_MAX = RING_BYTES // 2
+OVERTAKES = 4  # a prompt with so many times less left may go first
+OVERTAKEN_MAX = 32  # times that a waiting sequence lets others go first
+LOOKAHEAD = 32  # waiting sequences looked at
+OLDEST_SHARE = 4  # the oldest begun prompt gets at least this part of the rows
+
+
+@dataclass(slots=True)
+class Prefill:
+    """What a step adds to the decoding rows."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
 
 
 def take_chunks(
@@ -22,7 +40,7 @@ def take_chunks(
     max_num_seqs: int,
     watermark: float,
     cut_at: Callable[[Sequence], int],
-) -> list[Chunk]:
+) -> Prefill:
     """Chunks of together at most `budget` tokens; starts waiting sequences as far as room allows.
 
     A sequence takes its slot and all blocks of its tokens at its first chunk, so a prompt once begun
@@ -32,37 +50,139 @@ def take_chunks(
     Args:
         cut_at: A position where a chunk of the sequence must end (its state is copied there), or 0.
     """
-    chunks: list[Chunk] = []
-    room = PLAN_NEW_BYTES_MAX
-    for sequence in list(rank.prefilling):
-        if budget == 0:
-            return chunks
-        chunks.append(_chunk(rank, sequence, budget, cut_at(sequence)))
-        budget -= chunks[-1].count
-        room -= 0 if sequence.known else 4 * sequence.num_tokens
-    while budget and rank.waiting:
-        head = rank.waiting[0]
-        room -= 4 * head.num_tokens
-        if room < 0 or not may_start(rank, head, max_num_seqs, watermark):
-            break
-        rank.start(head)
-        chunks.append(_chunk(rank, head, budget, cut_at(head)))
-        budget -= chunks[-1].count
-    return chunks
+    return _Taking(rank, budget, max_num_seqs, watermark, cut_at).run()
 
 
-def may_start(rank: Rank, sequence: Sequence, max_num_seqs: int, watermark: float) -> bool:
+class _Taking:
+    """One call of `take_chunks`."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        budget: int,
+        max_num_seqs: int,
+        watermark: float,
+        cut_at: Callable[[Sequence], int],
+    ) -> None:
+        self._rank, self._left, self._cut_at = rank, budget, cut_at
+        self._max_num_seqs, self._watermark = max_num_seqs, watermark
+        self._room = PLAN_NEW_BYTES_MAX
+        self._counts: dict[Sequence, int] = {}  # tokens given to each
+        self._forks: list[Fork] = []
+
+    def run(self) -> Prefill:
+        rank = self._rank
+        if not self._left or not (rank.prefilling or rank.waiting):
+            return Prefill()
+        for sequence in list(rank.prefilling):
+            if rank.lost_fork(sequence):
+                rank.restart(sequence)
+        if len(rank.prefilling) + bool(rank.waiting) > 1 and rank.prefilling:
+            self._give(rank.prefilling[0], -(-self._left // OLDEST_SHARE))
+        while self._left and (chosen := self._next()) is not None:
+            if chosen.slot < 0:
+                rank.start(chosen)
+            self._give(chosen, self._left)
+        chunks = [self._chunk(sequence, count) for sequence, count in self._counts.items() if count]
+        return Prefill(chunks, self._forks)
+
+    def _next(self) -> Sequence | None:
+        """Whose turn it is; None when nobody can take more."""
+        begun = [s for s in self._rank.prefilling if self._wants(s)]
+        waiting = self._startable()
+        queue = begun + waiting
+        if not queue:
+            return None
+        first = queue[0]
+        if self._remaining(first) <= self._left:
+            return first
+        most = self._remaining(first) // OVERTAKES
+        chosen = min(queue, key=lambda s: (self._remaining(s) > most, self._remaining(s)))
+        if self._remaining(chosen) > most:
+            return first
+        if chosen.slot < 0:
+            for passed in waiting[: waiting.index(chosen)]:
+                passed.overtaken += 1
+        return chosen
+
+    def _startable(self) -> list[Sequence]:
+        """Waiting sequences that could start now, the first in the queue at the head.
+
+        When there is no room for it, nobody behind it starts: else it would never find room.
+        """
+        rank = self._rank
+        found: list[Sequence] = []
+        for sequence in rank.waiting[:LOOKAHEAD]:
+            if rank.leader_of(sequence) is not None:
+                continue
+            num_tokens = sequence.num_tokens
+            fits = 4 * num_tokens <= self._room and may_start(
+                rank, blocks_for(num_tokens), self._max_num_seqs, self._watermark
+            )
+            if not fits:
+                if not found:
+                    break
+                continue
+            found.append(sequence)
+            if sequence.overtaken >= OVERTAKEN_MAX:
+                break
+        return found
+
+    def _planned(self, sequence: Sequence) -> int:
+        return int(self._rank.t.planned[sequence.row]) + self._counts.get(sequence, 0)
+
+    def _remaining(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - self._planned(sequence)
+
+    def _end(self, sequence: Sequence) -> int:
+        """Where its chunk of this step must end at the latest."""
+        start, end = int(self._rank.t.planned[sequence.row]), sequence.num_tokens
+        fork_at = sequence.num_prompt - 1 if self._rank.followers(sequence) else 0
+        for cut in (self._cut_at(sequence), fork_at):
+            if start < cut < end:
+                end = cut
+        return end
+
+    def _wants(self, sequence: Sequence) -> bool:
+        told_now = not sequence.known and sequence not in self._counts
+        if told_now and 4 * sequence.num_tokens > self._room:
+            return False
+        return self._planned(sequence) < self._end(sequence)
+
+    def _give(self, sequence: Sequence, most: int) -> None:
+        if not sequence.known and sequence not in self._counts:
+            self._room -= 4 * sequence.num_tokens
+        start = int(self._rank.t.planned[sequence.row])
+        count = min(most, self._left, self._end(sequence) - self._planned(sequence))
+        self._counts[sequence] = self._counts.get(sequence, 0) + count
+        self._left -= count
+        if start == sequence.num_prompt - 1 > 0:
+            self._fork(sequence)
+
+    def _fork(self, leader: Sequence) -> None:
+        """Start those who wait for this prompt, as many as there is room for; the next one leads the rest."""
+        rank = self._rank
+        for follower in rank.followers(leader):
+            needed = blocks_for(leader.num_tokens) - rank.shared_blocks(leader)
+            fits = 4 * follower.num_tokens <= self._room and may_start(
+                rank, needed, self._max_num_seqs, self._watermark
+            )
+            if not self._left or not fits:
+                break
+            self._forks.append(rank.fork(leader, follower))
+            self._counts[follower] = 1
+            self._room -= 4 * follower.num_tokens
+            self._left -= 1
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        start = int(self._rank.t.planned[sequence.row])
+        return Chunk(sequence, start, count, samples=start + count == sequence.num_tokens)
+
+
+def may_start(rank: Rank, num_blocks: int, max_num_seqs: int, watermark: float) -> bool:
     return (
         rank.num_running < max_num_seqs
         and bool(rank.free_slots)
         and rank.pool.used <= watermark * rank.pool.total
-        and blocks_for(sequence.num_tokens) <= rank.pool.free
+        and num_blocks <= rank.pool.free
     )
-
-
-def _chunk(rank: Rank, sequence: Sequence, budget: int, cut: int) -> Chunk:
-    start, total = int(rank.t.planned[sequence.row]), sequence.num_tokens
-    end = min(total, start + budget)
-    if start < cut < end:
-        end = cut
-    return Chunk(sequence, start, end - start, samples=end == total)

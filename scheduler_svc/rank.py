@@ -10,9 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.queues import Phase, State
 from phalanx.scheduler_svc.blocks import BlockPool, blocks_for
-from phalanx.scheduler_svc.state import Rows, Sequence, Table
+from phalanx.scheduler_svc.state import Sequence, Table
+from phalanx.scheduler_svc.stops import Rows
 
 
 @dataclass(slots=True)
@@ -29,6 +31,21 @@ class Chunk:
     def end(self) -> int:
         return self.start + self.count
 
+    @property
+    def context(self) -> int:
+        """Sum over its rows of the tokens that each may read."""
+        return self.count * self.start + self.count * self.count // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A follower takes over what its leader has computed: for the worker to copy before the step."""
+
+    leader_slot: int
+    follower_slot: int
+    leader_block: int  # the block that is not full, 0: there is none
+    follower_block: int
+
 
 class Rank:
     """`num_blocks` and `num_slots` are the worker's; without a worker both are 0."""
@@ -36,8 +53,9 @@ class Rank:
     def __init__(self, table: Table) -> None:
         self.table, self.t = table, table.columns
         self.waiting: list[Sequence] = []  # by `order`
+        self._waiting_of: dict[str, list[Sequence]] = {}  # by request, those with nothing computed
         self.prefilling: list[Sequence] = []  # cut prompts first: the head of the queue
-        self.decoding: list[Sequence] = []
+        self.decoding: dict[int, Sequence] = {}  # by row, in order of their first token
         self.reset(0, 0)
 
     def reset(self, num_blocks: int, num_slots: int) -> None:
@@ -45,8 +63,10 @@ class Rank:
         for sequence in list(self.table.by_row.values()):
             sequence.slot, sequence.blocks = -1, []
             self.table.remove(sequence)
-        for queue in (self.waiting, self.prefilling, self.decoding):
-            queue.clear()
+        self.waiting.clear()
+        self._waiting_of.clear()
+        self.prefilling.clear()
+        self.decoding.clear()
         self.pool = BlockPool(num_blocks)
         self.total_slots = num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
@@ -60,33 +80,106 @@ class Rank:
     def decode_rows(self) -> Rows:
         """intp [len(decoding)]: their rows of the table, in order."""
         if self._rows is None:
-            self._rows = np.array([sequence.row for sequence in self.decoding], np.intp)
+            self._rows = np.fromiter(self.decoding, np.intp, len(self.decoding))
         return self._rows
 
     def enqueue(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+        if sequence.num_outputs == 0:
+            self._waiting_of.setdefault(sequence.request_id, []).append(sequence)
+
+    def _leave_waiting(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        if sequence.num_outputs == 0:
+            of_request = self._waiting_of[sequence.request_id]
+            of_request.remove(sequence)
+            if not of_request:
+                del self._waiting_of[sequence.request_id]
 
     def start(self, sequence: Sequence) -> None:
-        """The head of the waiting queue takes a slot and all blocks of its tokens."""
-        assert self.waiting[0] is sequence
-        del self.waiting[0]
+        """A waiting sequence takes a slot and all blocks of its tokens."""
+        sequence.blocks = self.pool.allocate(blocks_for(sequence.num_tokens))
+        self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        self._leave_waiting(sequence)
         row = sequence.row
         sequence.slot = self.free_slots.pop()
-        sequence.blocks = self.pool.allocate(blocks_for(sequence.num_tokens))
         self.t.slot[row] = sequence.slot
         self.t.blocks[row] = len(sequence.blocks)
         self.t.state[row], self.t.phase[row] = State.RUNNING, Phase.PREFILL
         self.prefilling.append(sequence)
 
+    # ------------------------------------------------------------ sequences of one request
+
+    def followers(self, leader: Sequence) -> list[Sequence]:
+        """Waiting sequences that need exactly what `leader` computes in its prefill."""
+        waiting = self._waiting_of.get(leader.request_id)
+        if not waiting or leader.num_outputs:
+            return []
+        return [follower for follower in waiting if follower.prompt == leader.prompt]
+
+    def leader_of(self, sequence: Sequence) -> Sequence | None:
+        """A sequence in prefill that computes what this waiting one needs; it is worth waiting for."""
+        if sequence.num_prompt == 1 or sequence.num_outputs:
+            return None
+        for leader in self.prefilling:
+            same = leader.request_id == sequence.request_id and leader.prompt == sequence.prompt
+            if same and not leader.num_outputs:
+                return leader
+        return None
+
+    @staticmethod
+    def shared_blocks(leader: Sequence) -> int:
+        """Blocks that are full one token before the prompt's end: nobody writes them any more."""
+        return (leader.num_prompt - 1) // BLOCK_SIZE
+
+    def fork(self, leader: Sequence, follower: Sequence) -> Fork:
+        """Start `follower` one token before the end of its prompt, on the leader's blocks.
+
+        The block that is not full and the state slot are copied, by the worker, before the step with
+        the follower's first row and the leader's last: at that moment the leader's slot stands there.
+        """
+        at, shared = leader.num_prompt - 1, self.shared_blocks(leader)
+        own = self.pool.allocate(blocks_for(leader.num_prompt) - shared)
+        self.pool.retain(leader.blocks[:shared])
+        follower.blocks = leader.blocks[:shared] + own
+        self._begin(follower)
+        row = follower.row
+        self.t.committed[row] = self.t.planned[row] = at
+        copied = (leader.blocks[shared], own[0]) if at % BLOCK_SIZE else (0, 0)
+        return Fork(leader.slot, follower.slot, *copied)
+
+    def lost_fork(self, sequence: Sequence) -> bool:
+        """Whether it was forked in a step that was abandoned: what it builds on was never copied."""
+        return not sequence.known and self.t.planned[sequence.row] > 0
+
+    def restart(self, sequence: Sequence) -> None:
+        """Back to the waiting queue, as if it had never begun. No plan under way may contain it."""
+        assert self.t.in_flight[sequence.row] == 0
+        self._to_waiting(sequence)
+        self.t.phase[sequence.row] = Phase.QUEUED
+        self.enqueue(sequence)
+
+    def _to_waiting(self, sequence: Sequence) -> None:
+        row = sequence.row
+        self.leave(sequence)
+        self.free(sequence)
+        sequence.known = False
+        self.t.committed[row] = self.t.planned[row] = 0
+        self.t.state[row] = State.WAITING
+
+    # ------------------------------------------------------------ phases
+
     def to_decode(self, sequence: Sequence) -> None:
         self.prefilling.remove(sequence)
-        self.decoding.append(sequence)
+        self.decoding[sequence.row] = sequence
         self.t.phase[sequence.row] = Phase.DECODE
         self._rows = None
 
     def to_prefill(self, sequence: Sequence) -> None:
         """Its last chunk was abandoned: the next prompt to go on."""
-        self.decoding.remove(sequence)
+        del self.decoding[sequence.row]
         self.prefilling.insert(0, sequence)
         self.t.phase[sequence.row] = Phase.PREFILL
         self._rows = None
@@ -103,21 +196,20 @@ class Rank:
         """
         assert self.t.in_flight[sequence.row] == 0
         row = sequence.row
-        self.leave(sequence)
-        self.free(sequence)
-        sequence.known = False
-        self.t.committed[row] = self.t.planned[row] = 0
+        self._to_waiting(sequence)
         self.t.preemptions[row] += 1
-        self.t.state[row], self.t.phase[row] = State.WAITING, Phase.PREEMPTED
+        self.t.phase[row] = Phase.PREEMPTED
         sequence.order = (0, *sequence.order[1:])  # as a resumed one: ahead of arrivals
         self.enqueue(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Out of whichever queue it is in; blocks and slot stay with it."""
-        for queue in (self.decoding, self.prefilling, self.waiting):
-            if sequence in queue:
-                queue.remove(sequence)
-        self._rows = None
+        if self.decoding.pop(sequence.row, None) is not None:
+            self._rows = None
+        elif sequence.slot >= 0:
+            self.prefilling.remove(sequence)
+        else:
+            self._leave_waiting(sequence)
 
     def free(self, sequence: Sequence) -> None:
         """Blocks and slot back. No step in flight may still write them."""

@@ -1,17 +1,17 @@
 """The sequences of one rank: a row of the shared table each, plus what has no fixed size. Pure."""
 
-from array import array
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import FinishReason, Sampling, Submit, TokenLogprobs, TokensItem
 from phalanx.protocol.queues import Phase, QueueTable, State
+from phalanx.scheduler_svc.outputs import Int32, Outputs
+from phalanx.scheduler_svc.stops import StopIds
 
 Key = tuple[str, int]  # (request_id, index)
-Rows = npt.NDArray[np.intp]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,15 +23,19 @@ class Sequence:
     attempt: int
     prompt: bytes  # int32 ids
     sampling: Sampling
-    outputs: "array[int]"
-    resumed_outputs: int  # of the outputs, those that came with Submit
+    resumed: bytes  # int32 ids: the outputs that came with Submit
     max_outputs: int
     arrival_ns: int
     order: tuple[int, int, int]  # place in the waiting queue; smaller goes first
-    row: int = -1  # -1: finished, out of the table
+    handle: int  # its name in TokenRows
+    copy_key: int  # 63 bits of (request_id, index): the same on every rank and after every move
+    table: "Table | None" = None  # with its row and outputs; None: not yet, or finished
+    row: int = -1
+    ended: bytes = b""  # int32 ids: the outputs, once it is out of the table
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     known: bool = False  # its worker has it in its slot
+    overtaken: int = 0  # how often a later one went first while it waited
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # after the resumed outputs
     finish: FinishReason | None = None
     code: Code | None = None
@@ -47,49 +51,73 @@ class Sequence:
         return len(self.prompt) // 4
 
     @property
+    def num_outputs(self) -> int:
+        if self.table is not None:
+            return int(self.table.columns.output_tokens[self.row])
+        return len(self.ended or self.resumed) // 4
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.prompt) // 4 + len(self.outputs)
+        return self.num_prompt + self.num_outputs
+
+    @property
+    def num_resumed(self) -> int:
+        return len(self.resumed) // 4
+
+    def outputs(self) -> Int32:
+        """A view, good until the next step enters."""
+        if self.table is not None:
+            return self.table.outputs.of(self.row, self.num_outputs)
+        return np.frombuffer(self.ended or self.resumed, np.int32)
 
     def tokens(self) -> bytes:
         """int32 [num_tokens]: prompt and outputs."""
-        return self.prompt + self.outputs.tobytes()
+        return self.prompt + self.outputs().tobytes()
 
     def item(self, offset: int) -> TokensItem:
         """Its tokens from `offset` on and, if it has finished, its end."""
-        offset = min(max(offset, 0), len(self.outputs))
+        outputs = self.outputs()
+        offset = min(max(offset, 0), len(outputs))
         # Log-probabilities of tokens produced elsewhere stayed there.
-        have = offset >= self.resumed_outputs
-        logprobs = self.logprobs[offset - self.resumed_outputs :] if have else []
+        have = offset >= self.num_resumed
+        logprobs = self.logprobs[offset - self.num_resumed :] if have else []
+        if self.table is not None:
+            self.table.name(self)
         return TokensItem(
             self.request_id,
             self.index,
             self.attempt,
             offset,
-            tuple(self.outputs[offset:]),
+            tuple(outputs[offset:].tolist()),
             self.finish,
             self.code,
             self.error,
             0,
             tuple(logprobs),
+            self.handle,
         )
+
+
+def copy_key(request_id: str, index: int) -> int:
+    name = f"{request_id}/{index}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
 
 
 def sequence_of(
     submit: Submit, max_outputs: int, order: tuple[int, int, int], now_ns: int
 ) -> Sequence:
-    outputs = array("i")
-    outputs.frombytes(submit.outputs)
     return Sequence(
         request_id=submit.request_id,
         index=submit.index,
         attempt=submit.attempt,
         prompt=submit.prompt,
         sampling=submit.sampling,
-        outputs=outputs,
-        resumed_outputs=len(outputs),
+        resumed=submit.outputs,
         max_outputs=max_outputs,
         arrival_ns=now_ns,
         order=order,
+        handle=order[2],
+        copy_key=copy_key(submit.request_id, submit.index),
     )
 
 
@@ -98,6 +126,8 @@ class Table:
 
     def __init__(self, columns: QueueTable) -> None:
         self.columns = columns
+        self.outputs = Outputs(columns.rows)
+        self.stop_ids = StopIds(columns.rows)
         self.by_row: dict[int, Sequence] = {}
         self._free = list(range(columns.rows - 1, -1, -1))
         self._version = columns.header["version"]
@@ -108,14 +138,17 @@ class Table:
 
     def insert(self, sequence: Sequence, end_token: int) -> None:
         """Give `sequence` a row, waiting. The caller has looked at `free`."""
-        row = sequence.row = self._free.pop()
+        row = self._free.pop()
+        self.outputs.open(row, sequence.resumed)
+        self.stop_ids.open(row, sequence.sampling, end_token)
+        sequence.table, sequence.row = self, row
         self.by_row[row] = sequence
         t = self.columns
         t.request_ids[row] = np.frombuffer(bytes.fromhex(sequence.request_id), np.uint8)
         t.index[row], t.attempt[row] = sequence.index, sequence.attempt
         t.arrival_ns[row] = sequence.arrival_ns
         t.prompt_tokens[row] = sequence.num_prompt
-        t.output_tokens[row] = len(sequence.outputs)
+        t.output_tokens[row] = sequence.num_resumed
         t.max_tokens[row] = sequence.max_outputs
         t.min_tokens[row] = min(sequence.sampling.min_tokens, sequence.max_outputs + 1)
         t.end_token[row] = -1 if sequence.sampling.ignore_eos else end_token
@@ -124,15 +157,25 @@ class Table:
             column[row] = 0
         for column in (t.committed, t.planned, t.in_flight):
             column[row] = 0
+        t.last_plan[row] = t.named[row] = 0
+        t.handle[row] = sequence.handle
         t.predicted[row] = len(sequence.sampling.predicted_token_ids)
-        t.phase[row] = Phase.RESUMED if sequence.outputs else Phase.QUEUED
+        t.phase[row] = Phase.RESUMED if sequence.resumed else Phase.QUEUED
         t.state[row] = State.WAITING
 
     def remove(self, sequence: Sequence) -> None:
-        self.columns.state[sequence.row] = State.FREE
-        del self.by_row[sequence.row]
-        self._free.append(sequence.row)
-        sequence.row = -1
+        row = sequence.row
+        sequence.ended = self.outputs.of(row, sequence.num_outputs).tobytes()
+        self.outputs.close(row)
+        self.stop_ids.close(row)
+        self.columns.state[row] = State.FREE
+        del self.by_row[row]
+        self._free.append(row)
+        sequence.table, sequence.row = None, -1
+
+    def name(self, sequence: Sequence) -> None:
+        """Its handle is told: from now on its tokens may travel as a row."""
+        self.columns.named[sequence.row] = sequence.sampling.logprobs is None
 
     def begin(self) -> None:
         """A change starts: readers wait for `end`, or take what they see."""

@@ -3,13 +3,20 @@
 The token that ends it is part of its outputs. Stop strings are the gateway's affair.
 """
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.protocol.errors import Code
-from phalanx.protocol.messages import FinishReason
-from phalanx.protocol.queues import QueueTable
-from phalanx.scheduler_svc.state import Rows, Sequence
+from phalanx.protocol.messages import FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from phalanx.scheduler_svc.state import Sequence
+
+Rows = npt.NDArray[np.intp]
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 STATUS_ALL_BLOCKED, STATUS_NAN = 1, 2  # SampleStatus of the sampler
 _ERRORS: dict[int, tuple[Code, str]] = {
@@ -32,32 +39,63 @@ def sample_error(status: int, output: int) -> tuple[Code, str]:
     return code, text.format(output)
 
 
-def stop_now(
-    t: QueueTable, rows: Rows, tokens: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """(stopped by its end token, out of room) for each row, its newest token `tokens` counted in.
+class StopIds:
+    """The tokens that end each row of the table: its end token and its stop ids.
 
-    Stop ids are few and looked at one by one (`hits_stop_id`).
+    A count for every token id, of the rows that it would end, tells at once that a step has no such
+    token, or which few of its tokens are worth a look.
     """
-    count = t.output_tokens[rows]
-    ended = (tokens == t.end_token[rows]) & (count >= t.min_tokens[rows])
-    return ended, count >= t.max_tokens[rows]
+
+    def __init__(self, rows: int) -> None:
+        self._of: list[frozenset[int]] = [frozenset()] * rows
+        self._rows_ended: Int32 = np.zeros(
+            1, np.int32
+        )  # the last entry stays 0, for all ids beyond
+
+    def open(self, row: int, sampling: Sampling, end_token: int) -> None:
+        ids = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ids.add(end_token)
+        self._of[row] = frozenset(ids)
+        top = max(ids, default=0) + 2
+        if top > len(self._rows_ended):
+            more = np.zeros(2 * top - len(self._rows_ended), np.int32)
+            self._rows_ended = np.concatenate((self._rows_ended, more))
+        for token in ids:
+            self._rows_ended[token] += 1
+
+    def close(self, row: int) -> None:
+        for token in self._of[row]:
+            self._rows_ended[token] -= 1
+
+    def hits(self, rows: Rows, counts: Int32, tokens: Int32) -> list[tuple[int, int]]:
+        """(which of `rows`, which of its tokens, from 1) for `tokens` among the row's ids; in order.
+
+        `counts[i]` of the tokens are of `rows[i]`.
+        """
+        seen = self._rows_ended.take(tokens, mode="clip").nonzero()[0]
+        if not len(seen):
+            return []
+        ends = np.cumsum(counts)
+        places = ends.searchsorted(seen, "right")
+        nths = seen - (ends - counts)[places] + 1
+        columns = zip(
+            tokens[seen].tolist(),
+            rows[places].tolist(),
+            places.tolist(),
+            nths.tolist(),
+            strict=True,
+        )
+        return [(place, nth) for token, row, place, nth in columns if token in self._of[row]]
 
 
-def hits_stop_id(sequence: Sequence, token: int) -> bool:
-    sampling = sequence.sampling
-    enough = len(sequence.outputs) >= sampling.min_tokens
-    return enough and token in sampling.stop_token_ids
-
-
-def finished_already(sequence: Sequence, end_token: int) -> FinishReason | None:
+def finished_already(sequence: "Sequence", end_token: int) -> FinishReason | None:
     """How a resumed sequence had ended before it came here: its last token, but not its end, arrived."""
-    if not sequence.outputs:
+    outputs = sequence.outputs()
+    if not len(outputs):
         return None
-    sampling, last = sequence.sampling, sequence.outputs[-1]
-    enough = len(sequence.outputs) >= sampling.min_tokens
-    if enough and last == end_token and not sampling.ignore_eos:
+    sampling, last = sequence.sampling, int(outputs[-1])
+    stops = last in sampling.stop_token_ids or (last == end_token and not sampling.ignore_eos)
+    if stops and len(outputs) >= sampling.min_tokens:
         return "stop"
-    if hits_stop_id(sequence, last):
-        return "stop"
-    return "length" if len(sequence.outputs) >= sequence.max_outputs else None
+    return "length" if len(outputs) >= sequence.max_outputs else None

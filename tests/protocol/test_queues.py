@@ -15,6 +15,7 @@ import pytest
 from phalanx.protocol.arena import Arena, names
 from phalanx.protocol.queues import (
     COLUMNS,
+    STEP_TIMES,
     Phase,
     QueueTable,
     State,
@@ -63,6 +64,8 @@ def test_the_contract(node: str) -> None:
         table.arrival_ns[2] = time.monotonic_ns() - 50_000_000
         table.prompt_tokens[2], table.output_tokens[2], table.max_tokens[2] = 11, 12, 13
         table.blocks[2], table.cached_tokens[2], table.preemptions[2] = 2, 0, 1
+        for us in (10, 30, 20):
+            table.note_step(us)
         seen = read_queues(node)
         del table, header
     assert seen["ranks"] == [
@@ -76,6 +79,9 @@ def test_the_contract(node: str) -> None:
             "total_blocks": 9,
             "free_slots": 3,
             "total_slots": 4,
+            "steps": 3,
+            "step_us_p50": 20.0,
+            "step_us_p99": pytest.approx(29.8),
         }
     ]
     (request,) = seen["requests"]
@@ -93,6 +99,14 @@ def test_the_contract(node: str) -> None:
         "cached_tokens": 0,
         "preemptions": 1,
     }
+
+
+def test_step_times_are_of_the_newest_steps() -> None:
+    table = QueueTable(memoryview(bytearray(queue_bytes(ROWS))), ROWS)
+    for us in range(STEP_TIMES + 7):
+        table.note_step(us)
+    assert table.step_times().tolist() == list(range(7, STEP_TIMES + 7))
+    assert table.step_times(3).tolist() == [STEP_TIMES + 4, STEP_TIMES + 5, STEP_TIMES + 6]
 
 
 def test_only_the_latest_live_incarnation_of_each_seat(node: str) -> None:

@@ -28,7 +28,7 @@ def test_the_longest_output_makes_room_and_loses_no_token() -> None:
     assert victim.request_id == f"{0:032x}"
     assert story.columns.state[victim.row] == State.WAITING
     assert story.columns.phase[victim.row] == Phase.PREEMPTED
-    assert story.columns.output_tokens[victim.row] == len(victim.outputs) > 0
+    assert story.columns.output_tokens[victim.row] == victim.num_outputs > 0
     story.run()
     for number, count in ((0, 100), (1, 30), (2, 30), (3, 50)):
         assert story.outputs(number) == story.expected(number, count)
@@ -57,7 +57,7 @@ def test_preemption_at_every_step_gives_the_same_tokens() -> None:
         plan, story.plan = story.plan, None  # not sent: the worker never sees it
         assert plan is not None
         retract(story.core.rank, story.core.flights.pop())
-        story.core.rank.preempt(story.core.rank.decoding[0])
+        story.core.rank.preempt(next(iter(story.core.rank.decoding.values())))
         story.event()
         story.run()
         assert story.outputs(0) == story.expected(0, 25)

@@ -1,5 +1,6 @@
 """The simulator finds planted bugs, each within a stated number of seeds: else it would not be testing."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from phalanx.scheduler_svc import commit as commit_module
 from phalanx.scheduler_svc import core as core_module
 from phalanx.scheduler_svc import decode as decode_module
 from phalanx.scheduler_svc import plan as plan_module
+from phalanx.scheduler_svc import prefill as prefill_module
 from phalanx.scheduler_svc.blocks import BlockPool
 from phalanx.scheduler_svc.commit import Commit
 from phalanx.scheduler_svc.core import Scheduler
@@ -21,7 +23,7 @@ from phalanx.scheduler_svc.decode import Decoders
 from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight
-from phalanx.scheduler_svc.rank import Chunk, Rank
+from phalanx.scheduler_svc.rank import Chunk, Fork, Rank
 from phalanx.scheduler_svc.state import Sequence
 from phalanx.worker_svc.slots import Slots
 from sim import hash_worker
@@ -86,7 +88,7 @@ def stale_result_accepted(patch: Patch) -> None:
     def gullible(self: Scheduler, answer: StepResult, now_ns: int) -> None:
         if self.flights:
             flight = self.flights[0]
-            decoders = len(flight.decoders.sequences)
+            decoders = len(flight.decoders.rows)
             wanted = decoders + sum(chunk.samples for chunk in flight.chunks)
             if answer.aborted or len(answer.counts) == wanted:
                 answer = msgspec.structs.replace(answer, seq=flight.seq)
@@ -135,7 +137,7 @@ def preempt_forgets_outputs(patch: Patch) -> None:
 
     def amnesia(self: Rank, sequence: Sequence) -> None:
         preempt(self, sequence)
-        del sequence.outputs[:]
+        self.t.output_tokens[sequence.row] = 0
 
     patch.setattr(Rank, "preempt", amnesia)
 
@@ -313,6 +315,64 @@ def lost_worker_keeps_sequences(patch: Patch) -> None:
     patch.setattr(Scheduler, "_drop_all", keeps)
 
 
+def fork_shares_the_last_block(patch: Patch) -> None:
+    """Leader and follower both write the block that is not full."""
+    fork = Rank.fork
+
+    def shares(self: Rank, leader: Sequence, follower: Sequence) -> Fork:
+        made = fork(self, leader, follower)
+        shared = self.shared_blocks(leader)
+        if made.leader_block:
+            self.pool.release([follower.blocks[shared]])
+            self.pool.retain([leader.blocks[shared]])
+            follower.blocks[shared] = leader.blocks[shared]
+        return made
+
+    patch.setattr(Rank, "fork", shares)
+
+
+def fork_leaves_the_slot(patch: Patch) -> None:
+    """The block is copied, the window is not."""
+    fork = Rank.fork
+
+    def half(self: Rank, leader: Sequence, follower: Sequence) -> Fork:
+        return dataclasses.replace(fork(self, leader, follower), leader_slot=follower.slot)
+
+    patch.setattr(Rank, "fork", half)
+
+
+def fork_holds_nothing(patch: Patch) -> None:
+    """Shared blocks have one holder: the first to end gives them away."""
+    fork = Rank.fork
+
+    def careless(self: Rank, leader: Sequence, follower: Sequence) -> Fork:
+        made = fork(self, leader, follower)
+        for block in leader.blocks[: self.shared_blocks(leader)]:
+            self.pool._refs[block] -= 1
+        return made
+
+    patch.setattr(Rank, "fork", careless)
+
+
+def lost_fork_goes_on(patch: Patch) -> None:
+    """The step with the copy was abandoned, and nobody minds."""
+    patch.setattr(Rank, "lost_fork", lambda self, sequence: False)
+
+
+def leader_is_not_cut(patch: Patch) -> None:
+    """Followers take over what stands one token further than they believe."""
+    planned = prefill_module._Taking._planned
+
+    def fork(self: Any, sequence: Sequence, most: int) -> None:
+        give(self, sequence, most)
+        if planned(self, sequence) == sequence.num_tokens and self._left:
+            self._fork(sequence)
+
+    give = prefill_module._Taking._give
+    patch.setattr(prefill_module._Taking, "_give", fork)
+    patch.setattr(prefill_module._Taking, "_end", lambda self, sequence: sequence.num_tokens)
+
+
 # Seeds within which each is found: several times what it took when it was planted first.
 PLANTED: list[tuple[Planter, int]] = [
     (no_fence, 20),
@@ -343,6 +403,11 @@ PLANTED: list[tuple[Planter, int]] = [
     (final_said_once, 20),
     (too_large_is_queued, 30),
     (lost_worker_keeps_sequences, 20),
+    (fork_shares_the_last_block, 60),
+    (fork_leaves_the_slot, 60),
+    (fork_holds_nothing, 60),
+    (lost_fork_goes_on, 200),
+    (leader_is_not_cut, 60),
 ]
 
 

@@ -41,6 +41,7 @@ from phalanx.protocol.service import Socket
 from phalanx.protocol.steps import Link, StepPlan
 from phalanx.protocol.topology import Seat, Topology
 from sim.hash_worker import VOCAB, HashWorker, fault_free
+from sim.token_rows import Handles
 
 pytestmark = pytest.mark.process
 T = TypeVar("T")
@@ -162,9 +163,9 @@ def submit(number: int, prompt: list[int], attempt: int = 0, max_tokens: int = 3
 
 def outputs(bench: Bench, number: int, attempt: int = 0) -> tuple[list[int], str | None]:
     tokens: list[int] = []
-    finish = None
+    finish, handles = None, Handles()
     for message in bench.of(Tokens):
-        for item in message.items:
+        for item in handles.items(message):
             if item.request_id == f"{number:032x}" and item.attempt == attempt:
                 tokens[item.offset :] = item.token_ids
                 finish = item.finish_reason or finish

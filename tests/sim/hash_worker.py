@@ -106,6 +106,10 @@ class HashWorker:
         ):
             tables[slot] += ids[:more]
             del ids[:more]
+        for leader, follower, block, new_block in plan.forks:
+            self.rings[follower] = self.rings[leader]
+            if block:
+                self.blocks[new_block] = self.blocks[block]
         steps = []  # (slot, start, entries of all rows)
         for i, slot in enumerate(rows.slots.tolist()):
             start = int(rows.starts[i])

@@ -1,13 +1,14 @@
 """Everything that must hold in a scheduler core after every event."""
 
 from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.plan import Flight
 
 
 def check(core: Scheduler) -> None:
     """Every invariant of the core; raises AssertionError. For tests: it looks at everything."""
     rank = core.rank
     fenced = [sequence for _, sequence in core._fences]
-    holding = rank.prefilling + rank.decoding + fenced
+    holding = rank.prefilling + list(rank.decoding.values()) + fenced
     kept = core.store.holders() if core.store is not None else []
     rank.pool.check([s.blocks for s in holding] + kept)
     slots = [s.slot for s in holding] + rank.free_slots
@@ -44,3 +45,9 @@ def _check_flights(core: Scheduler) -> None:
         )
         assert t.in_flight[row] == plans.get(row, 0), "plans under way are miscounted"
         assert t.told[row] <= t.blocks[row]
+        newest = [flight.seq for flight in core.flights if _contains(flight, row)]
+        assert not newest or t.last_plan[row] == newest[-1], "the newest plan is not the last one"
+
+
+def _contains(flight: Flight, row: int) -> bool:
+    return row in flight.decoders.rows or any(c.sequence.row == row for c in flight.chunks)

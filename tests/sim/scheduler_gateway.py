@@ -31,6 +31,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from sim.hash_worker import EOS, MAX_MODEL_LEN, fault_free
+from sim.token_rows import Handles
 
 RETRY_NS = 40_000_000
 Send = Callable[[int, BusFromGateway], None]  # (seat, message)
@@ -80,6 +81,7 @@ class ModelGateway:
         self.rng, self._send, self._after = rng, send, after
         self.requests: dict[tuple[str, int], Request] = {}
         self.loads: dict[int, SeatLoad] = {}
+        self._handles: dict[tuple[int, int], Handles] = {}  # by seat and incarnation
         self.incarnation = 1
         self._call = 0
         self._calls: dict[int, tuple[Request, int]] = {}  # and the attempt that the call is about
@@ -93,6 +95,7 @@ class ModelGateway:
         """All but the journal is forgotten; what the schedulers run is asked for and adopted."""
         self.incarnation += 1
         self._calls.clear()
+        self._handles.clear()
         for request in self.requests.values():
             if not request.over:
                 request.seat, request.placed = -1, False
@@ -129,7 +132,13 @@ class ModelGateway:
         if not accepting:
             self._after(RETRY_NS, lambda: self._find_seat(request, attempt))
             return
-        request.seat = self.rng.choice(accepting)
+        beside = [
+            other.seat
+            for other in self.requests.values()
+            if other.request_id == request.request_id and other.seat in accepting
+        ]
+        # Sequences of one request mostly go to one seat.
+        request.seat = self.rng.choice(beside if beside and self.rng.random() < 0.8 else accepting)
         self._submit(request, attempt)
 
     def _submit(self, request: Request, attempt: int) -> None:
@@ -176,7 +185,8 @@ class ModelGateway:
             case Tokens():
                 load = self.loads.get(message.seat)
                 if load is None or load.incarnation == message.incarnation:
-                    for item in message.items:
+                    named = self._handles.setdefault((seat, message.incarnation), Handles())
+                    for item in named.items(message):
                         self._item(message.seat, item)
             case Submitted():
                 if (request := self._asked(seat, message.call)) is not None:
@@ -264,5 +274,6 @@ class ModelGateway:
                 continue
             request.attempt, request.seat, request.placed = info.attempt, listed.seat, True
             request.outputs = np.frombuffer(info.outputs, np.int32).tolist()
-            if info.finish_reason is not None:
-                request.finish = info.finish_reason
+            if info.finish_reason is not None:  # how it ended, its final tells in full
+                have = len(request.outputs)
+                self._send(listed.seat, Resend(info.request_id, info.index, info.attempt, have))

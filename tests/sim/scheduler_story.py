@@ -23,6 +23,7 @@ from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.events import Membership, StoreArenas
 from sim.hash_worker import HashWorker, fault_free
 from sim.scheduler_checks import check
+from sim.token_rows import Handles
 
 T = TypeVar("T")
 MS = 1_000_000
@@ -150,7 +151,8 @@ class Story:
         return [message for message in self.heard if isinstance(message, kind)]
 
     def items(self, number: int) -> list[TokensItem]:
-        every = [item for message in self.of(Tokens) for item in message.items]
+        handles = Handles()
+        every = [item for message in self.of(Tokens) for item in handles.items(message)]
         return [item for item in every if item.request_id == request_id(number)]
 
     def outputs(self, number: int) -> list[int]:

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from phalanx.protocol.config import SchedulerConfig
+from phalanx.protocol.errors import Code
 from phalanx.protocol.kvkeys import block_keys, state_key
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import (
@@ -48,6 +49,7 @@ from sim.hash_worker import (
 )
 from sim.scheduler_checks import check
 from sim.scheduler_gateway import ModelGateway, Request
+from sim.token_rows import Handles
 
 MS = 1_000_000
 FAULTS_END_NS = 600 * MS
@@ -94,6 +96,9 @@ class Options(msgspec.Struct, frozen=True):
                 prefill_watermark=rng.choice((0.5, 0.9, 1.0)),
                 max_waiting=rng.choice((2, 20)),
                 async_steps=rng.random() < 0.75,
+                target_itl_ms=rng.choice((0, 0, 4)),
+                priority_step_ms=rng.choice((0, 20)),
+                preempt=rng.choice(("recompute", "recompute", "recompute", "stop")),
             ),
             store=rng.random() < 0.5,
             step_ns=rng.choice((1, 5)) * MS,
@@ -107,6 +112,28 @@ class Options(msgspec.Struct, frozen=True):
             crashes=rng.choice((0, 0, 1)) * rough,
             gateway_restarts=rng.choice((0, 0, 1)) * rough,
             aborts=rng.choice((0.0, 0.4)),
+        )
+
+    @classmethod
+    def soak(cls, rng: Random) -> "Options":
+        """Four ranks for long, with a pool of 1.2 times what their sequences need on average."""
+        seqs = 6
+        mean_blocks = 2.0  # of a request of `World._request`, half done
+        return msgspec.structs.replace(
+            cls.of(rng),
+            tight=False,
+            ranks=4,
+            requests=60,
+            num_blocks=1 + round(1.2 * seqs * mean_blocks),
+            num_slots=seqs,
+            config=SchedulerConfig(
+                max_num_seqs=seqs,
+                max_num_batched_tokens=rng.choice((40, 130, 400)),
+                max_waiting=60,
+                async_steps=rng.random() < 0.75,
+            ),
+            step_ns=MS,
+            aborts=0.3,
         )
 
 
@@ -137,6 +164,7 @@ class RankUnderTest:
         )
         self.finals: dict[tuple[str, int, int], tuple[int, FinishReason]] = {}
         self.sent: dict[tuple[str, int, int], int] = {}
+        self.handles = Handles()
         self.admitted: dict[tuple[str, int, int], Sequence] = {}
         self.renew_worker(None)
 
@@ -192,7 +220,8 @@ class RankUnderTest:
         worker, core = self.worker, self.core
         assert worker is not None, "a plan without a worker"
         flight = core.flights[-1]
-        writers = [*flight.decoders.sequences, *(chunk.sequence for chunk in flight.chunks)]
+        writers = [core.table.by_row[row] for row in flight.decoders.rows.tolist()]
+        writers += [chunk.sequence for chunk in flight.chunks]
         self.writing[plan.seq] = {block for sequence in writers for block in sequence.blocks}
         # One step after the other, as they came.
         self._free_ns = max(self._free_ns, self.world.now_ns) + self.world.options.step_ns
@@ -205,6 +234,7 @@ class RankUnderTest:
         world = self.world
         abandon = world.chance(world.options.abandon)
         result = worker.run(plan, abandon=abandon)
+        result = msgspec.structs.replace(result, step_us=1000 + 50 * len(plan.token_ids) // 4)
         self.writing.pop(plan.seq, None)
         again = self.old_results[-3:]
         self.old_results.append(result)
@@ -230,10 +260,10 @@ class RankUnderTest:
         known = self.core.sequences.get(key)
         if known is not None and known.attempt == abort.attempt and known.finish is None:
             attempt = (*key, abort.attempt)
-            self.finals[attempt] = (self.sent.get(attempt, len(known.outputs)), abort.reason)
+            self.finals[attempt] = (self.sent.get(attempt, known.num_outputs), abort.reason)
 
     def _watch(self, message: Tokens) -> None:
-        for item in message.items:
+        for item in self.handles.items(message):
             key = (item.request_id, item.index, item.attempt)
             end = item.offset + len(item.token_ids)
             self.sent[key] = max(end, self.sent.get(key, 0))
@@ -248,13 +278,19 @@ class RankUnderTest:
 class World:
     """One run. `ring` overrides the worker's ring length, for a planted fault."""
 
-    def __init__(self, seed: int, ring: dict[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        ring: dict[str, int] | None = None,
+        options: Callable[[Random], Options] = Options.of,
+    ) -> None:
         self.rng = Random(seed)
-        self.options = Options.of(self.rng)
+        self.options = options(self.rng)
         self.ring = ring or {}
         self.now_ns = 0
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._serial = 0
+        self._num_requests = 0
         self._last_arrival: dict[object, int] = {}
         self._due: dict[int, int] = {}
         self.gateway = ModelGateway(self.rng, self.to_seat, self.after)
@@ -358,13 +394,15 @@ class World:
             request = self._request(number)
             self._note_keys(request)
             arrival = rng.randrange(FAULTS_END_NS // 3)
-            self.after(arrival, lambda request=request: self.gateway.open(request))  # type: ignore[misc]
-            if rng.random() < options.aborts:
-                reason: FinishReason = rng.choice(("abort", "abort", "stop"))
-                self.after(
-                    arrival + rng.randrange(200 * MS),
-                    lambda request=request, reason=reason: self.gateway.abort(request, reason),  # type: ignore[misc]
-                )
+            for member in [request, *self._siblings(request)]:
+                self._num_requests += 1
+                self.after(arrival, lambda request=member: self.gateway.open(request))  # type: ignore[misc]
+                if rng.random() < options.aborts:
+                    reason: FinishReason = rng.choice(("abort", "abort", "stop"))
+                    self.after(
+                        arrival + rng.randrange(200 * MS),
+                        lambda request=member, reason=reason: self.gateway.abort(request, reason),  # type: ignore[misc]
+                    )
         for _ in range(options.kills):
             self._at_random(lambda: self._some_rank().renew_worker(rng.randrange(1, 100) * MS))
         for _ in range(options.crashes):
@@ -416,6 +454,14 @@ class World:
         )
         return Request(f"{number:032x}", rng.randrange(2), prompt, sampling)
 
+    def _siblings(self, first: Request) -> list[Request]:
+        """Further sequences of the same request: the same prompt, other seeds."""
+        rng, found = self.rng, []
+        for index in range(first.index + 1, first.index + 1 + rng.choice((0, 0, 0, 1, 3))):
+            sampling = msgspec.structs.replace(first.sampling, seed=rng.randrange(1 << 32))
+            found.append(Request(first.request_id, index, first.prompt, sampling))
+        return found
+
     def _predicted(self, prompt: list[int], seed: int) -> tuple[int, ...]:
         """What comes, with mistakes; for half of the requests nothing."""
         rng = self.rng
@@ -446,7 +492,7 @@ class World:
     def _settled(self) -> bool:
         return (
             not self.faulty
-            and len(self.gateway.requests) == self.options.requests
+            and len(self.gateway.requests) == self._num_requests
             and all(request.over for request in self.gateway.requests.values())
             and all(
                 not rank.core.sequences and not rank.core.busy and not _kept(rank.core)
@@ -464,6 +510,8 @@ class World:
         assert outputs == stream[: len(outputs)], f"{request.request_id}: a wrong token"
         if request.refused:
             assert self._never_fits(request), request.refused
+        elif request.code == Code.KV_PRESSURE:
+            assert self.options.config.preempt == "stop" and request.finish == "length"
         elif request.abort is None or request.finish != request.abort:
             assert (outputs, request.finish) == (stream, end), f"{request.request_id}: wrong end"
 
