@@ -89,6 +89,14 @@ def scheduler(as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--device", type=click.Choice(["null", "cpu"]), default="null")
+@json_option
+def loop(device: str, as_json: bool) -> None:
+    """Client, gateway, scheduler and worker without a model: what the control plane alone can do."""
+    _run("loop", as_json, device=device)
+
+
+@bench.command()
 @json_option
 def model(as_json: bool) -> None:
     """The tiny model's forward pass on the CPU, and what exactness costs."""

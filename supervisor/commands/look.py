@@ -63,7 +63,16 @@ def queues(run_dir: Path | None, as_json: bool) -> None:
         print_json(found)
         return
     table = Table(title="ranks")
-    for column in ("rank", "epoch", "waiting", "running", "free blocks", "free slots"):
+    columns = (
+        "rank",
+        "epoch",
+        "waiting",
+        "running",
+        "free blocks",
+        "free slots",
+        "step p50/p99 us",
+    )
+    for column in columns:
         table.add_column(column, justify="right")
     for rank in found["ranks"]:
         table.add_row(
@@ -73,6 +82,9 @@ def queues(run_dir: Path | None, as_json: bool) -> None:
             str(rank["running"]),
             f"{rank['free_blocks']}/{rank['total_blocks']}",
             f"{rank['free_slots']}/{rank['total_slots']}",
+            "-"
+            if rank["step_us_p50"] is None
+            else f"{rank['step_us_p50']:.0f}/{rank['step_us_p99']:.0f}",
         )
     console.print(table)
     if not found["requests"]:
