@@ -37,6 +37,7 @@ from phalanx.supervisor.events import (
     ShutdownAsked,
     Spawn,
     Spawned,
+    Stranded,
     Sweep,
     Tell,
 )
@@ -117,6 +118,9 @@ class SupervisorCore:
         match event:
             case AcksSeen():
                 return self.group.acks(event, now_ns) if self._supervising else []
+            case Stranded():
+                self.group.moved(event.count)
+                return []
             case ShutdownAsked():
                 return self._shut_down(event.drain_ms, now_ns)
             case KillAsked():

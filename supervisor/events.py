@@ -86,6 +86,13 @@ class AcksSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class Stranded:
+    """So many sequences were at a rank whose worker fell."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownAsked:
     drain_ms: int
 
@@ -104,6 +111,7 @@ Event = (
     | Observed
     | Inspected
     | AcksSeen
+    | Stranded
     | ShutdownAsked
     | KillAsked
 )

@@ -51,6 +51,7 @@ class Change:
     causes: list[str]
     detected_ms: float
     decided_ns: int
+    moved_requests: int = 0
 
 
 @dataclass(slots=True)
@@ -162,6 +163,11 @@ class Group:
         self.fingerprint = self.fingerprint or self.seats[chosen[0]].fingerprint
         return self._publish(self.epoch + 1)
 
+    def moved(self, count: int) -> None:
+        """So many sequences were at a rank that fell: the gateway moves them."""
+        if self.change is not None:
+            self.change.moved_requests += count
+
     def _run(self, now_ns: int) -> list[Action]:
         assert self.change is not None
         change, self.change = self.change, None
@@ -173,7 +179,7 @@ class Group:
             "; ".join(change.causes),
             round(change.detected_ms, 3),
             round(resumed_ms, 3),
-            0,  # the gateway moves requests and counts them
+            change.moved_requests,
             tuple(self.members),
         )
         self.records = [*self.records[-RECORDS_MAX + 1 :], record]

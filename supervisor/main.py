@@ -28,6 +28,7 @@ from phalanx.protocol.messages import (
     StatusQuery,
     ToSupervisor,
 )
+from phalanx.protocol.queues import read_queues
 from phalanx.supervisor import proc
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
@@ -39,6 +40,7 @@ from phalanx.supervisor.events import (
     Inspected,
     Kill,
     KillAsked,
+    PipeClosed,
     Progressed,
     Publish,
     Reaped,
@@ -47,6 +49,7 @@ from phalanx.supervisor.events import (
     ShutdownAsked,
     Spawn,
     Spawned,
+    Stranded,
     Sweep,
     Tell,
 )
@@ -200,12 +203,21 @@ class Node:
         deaths, ended, messages = self._watch.wait(timeout_ms)
         self._events.extend(deaths)
         self._handle_events()  # a death stops the group before anything slower is done
+        self._events.extend(self._stranded(deaths))
         for child in ended:
             self._reap(child)
         if messages:
             for identity, frame in receive_from(self._watch.socket, _MESSAGES_PER_TURN):
                 self._on_frame(identity, frame)
         return bool(deaths or ended or messages)
+
+    def _stranded(self, deaths: list[PipeClosed]) -> list[Event]:
+        """How many sequences each fallen rank held, by its scheduler's table in shared memory."""
+        seats = [self._specs[d.name].seat for d in deaths if self._specs[d.name].kind == "worker"]
+        if not seats:
+            return []
+        held = read_queues(self._config.node)["requests"]
+        return [Stranded(sum(request["slot"] in seats for request in held))]
 
     def _reap(self, child: Child) -> None:
         code = self._watch.remove(child)

@@ -30,7 +30,7 @@ class Watch:
             self._owners[fd] = child
             self._poller.register(fd, zmq.POLLIN | zmq.POLLERR)
 
-    def wait(self, timeout_ms: int) -> tuple[list[Event], list[Child], bool]:
+    def wait(self, timeout_ms: int) -> tuple[list[PipeClosed], list[Child], bool]:
         """Sleep until something happens or time is up.
 
         Returns:
@@ -39,7 +39,7 @@ class Watch:
         ready = dict(self._poller.poll(timeout_ms))
         woke_ns = time.monotonic_ns()
         messages = ready.pop(self.socket, 0) != 0
-        deaths: list[Event] = []
+        deaths: list[PipeClosed] = []
         ended: list[Child] = []
         for fd in ready:
             child = self._owners[fd]  # raw descriptors come back as themselves

@@ -82,6 +82,7 @@ def test_the_history_tells_what_fell(three: Node) -> None:
     assert any("worker-1" in cause for cause in causes)
     for record in history:
         assert record["epoch"] % 2 == 0 and record["resumed_ms"] >= 0
+    assert any(record["moved_requests"] > 0 for record in history), "ranks fell with requests"
 
 
 def test_a_stopped_worker_is_declared_lost(three: Node, requests: Any, fault_free: Any) -> None:
