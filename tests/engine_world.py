@@ -29,6 +29,8 @@ class Request:
     Attributes:
         status: 0, or why it ended early.
         committed: tokens in the caches.
+        forked: blocks that the next plan puts into the table first.
+        shared: how many of the first blocks are another's.
     """
 
     prompt: Sequence[int]
@@ -40,6 +42,8 @@ class Request:
     slot: int = -1
     committed: int = 0
     blocks: list[int] = field(default_factory=list)
+    forked: list[int] = field(default_factory=list)
+    shared: int = 0
 
     @property
     def known(self) -> list[int]:
@@ -73,6 +77,7 @@ class EngineWorld:
         self.free_slots = list(range(num_slots))
         self.free_blocks = list(range(1, num_blocks))
         self._seq = 0
+        self._forks: list[tuple[int, int, int, int]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -85,14 +90,15 @@ class EngineWorld:
         new, starts, lengths, drafts, samples, tokens, counts, blocks = ([] for _ in range(8))
         for request, most, guesses in parts:
             known = request.known
-            if request.slot < 0:
+            if request.slot < 0 or request.forked:
                 new.append(self._admit(request))
             ids = known[request.committed : request.committed + most]
             sampled = request.committed + len(ids) == len(known)
             guesses = min(guesses, request.max_outputs - len(request.outputs) - 1) * sampled
             needed = -(-(request.committed + len(ids) + guesses) // BLOCK_TOKENS)
             added = [self._take(self.free_blocks) for _ in range(needed - len(request.blocks))]
-            request.blocks += added
+            added, request.blocks = request.forked + added, request.blocks + added
+            request.forked = []
             starts.append(request.committed)
             lengths.append(len(ids) + guesses)
             drafts.append(guesses)
@@ -114,7 +120,9 @@ class EngineWorld:
             token_ids=_int32(tokens),
             block_counts=_int32(counts),
             block_ids=_int32(blocks),
+            forks=tuple(self._forks),
         )
+        self._forks = []
         result = self.engine.run(plan)
         made = np.frombuffer(result.tokens, np.int32).tolist()
         logprobs = list(result.logprobs or [None] * len(made))
@@ -132,18 +140,30 @@ class EngineWorld:
         assert not made
 
     def _admit(self, request: Request) -> NewSequence:
-        request.slot = self._take(self.free_slots)
+        if request.slot < 0:
+            request.slot = self._take(self.free_slots)
         prompt = len(request.prompt)
         return NewSequence(request.slot, 7, prompt, request.sampling, _int32(request.known))
 
     def _take(self, pool: list[int]) -> int:
         return pool.pop(self.random.randrange(len(pool)))
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """The child goes on from all that the parent has computed; its next step makes the copies."""
+        child.slot, child.committed = self._take(self.free_slots), parent.committed
+        shared = parent.blocks[: parent.committed // BLOCK_TOKENS]
+        copied = parent.blocks[len(shared) : -(-parent.committed // BLOCK_TOKENS)]
+        own = [self._take(self.free_blocks) for _ in copied]
+        child.blocks, child.forked, child.shared = shared + own, shared + own, len(shared)
+        pair = (copied[0], own[0]) if copied else (0, 0)
+        self._forks.append((parent.slot, child.slot, *pair))
+
     def drop(self, request: Request) -> None:
-        """Take slot and blocks away: preemption, or the end."""
+        """Take slot and blocks away: preemption, or the end. A parent must outlive its children."""
         if request.slot >= 0:
             self.free_slots.append(request.slot)
-            self.free_blocks += request.blocks
+            self.free_blocks += request.blocks[request.shared :]
+        request.shared = 0
         request.slot, request.committed, request.blocks = -1, 0, []
 
     def finish(self, request: Request) -> Request:

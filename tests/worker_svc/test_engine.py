@@ -132,6 +132,25 @@ def test_preempted_at_every_step() -> None:
             assert_same(request, one)
 
 
+@pytest.mark.parametrize("length", [1, 37, 128, 141])
+def test_a_fork_goes_on_as_if_it_had_read_the_prompt(length: int) -> None:
+    """All but the prompt's last token is computed once, for three seeds; parent and children run on in
+    one batch, each in its own last block and state."""
+    prompt = list(range(3, 3 + length))
+    family = [Request(prompt, Sampling(seed=seed, logprobs=1), OUTPUTS) for seed in (1, 2, 3)]
+    alone = expected("short", family)
+    with EngineWorld("short", seed=8) as world:
+        parent, *children = family
+        if length > 1:
+            world.step([(parent, length - 1, 0)])
+            for child in children:
+                world.fork(parent, child)
+        while not parent.done:
+            world.step([(request, 500, 0) for request in (*children, parent)])
+    for got, one in zip(family, alone, strict=True):
+        assert_same(got, one)
+
+
 def test_settings_matter() -> None:
     """Else equal streams would say little: one prompt and seed give different streams."""
     prompt = list(range(50, 80))
