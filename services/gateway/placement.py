@@ -41,6 +41,7 @@ REFUSED_NS = 100 * MS  # a seat that said "not now" is left alone for this long
 LIST_NS = 30_000 * MS  # how often schedulers are asked what they run, in case a word was lost
 REFUSALS_MAX = 3
 LATER = (Code.OVERLOADED, Code.NOT_READY, Code.KV_PRESSURE, Code.SHUTDOWN)  # refusals to wait out
+FALLS_MAX = 12  # a request that fells every rank it comes to must not stop the node for ever
 ANEW = (Code.INTERNAL, Code.UNKNOWN_REQUEST)  # a new attempt may do; a few times
 
 BusCommand = Submit | AbortSequence | Resend | FinalSeen | ListSequences
@@ -116,7 +117,15 @@ class Placement:
         """What ran there goes elsewhere, ahead of new arrivals."""
         for stream in list(seat.streams.values()):
             self._unplace(stream)
-            self.enqueue(stream, priority=1)
+            if stream.falls_in_vain() > FALLS_MAX:
+                text = (
+                    f"the rank that computed it fell {FALLS_MAX + 1} times in a row before a new token"
+                    " came; it is given up, so that the others can go on"
+                )
+                stream.end = End("error", Code.INTERNAL, text)
+                self._ended.append(stream)
+            else:
+                self.enqueue(stream, priority=1)
 
     # --- placing ---
 

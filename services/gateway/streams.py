@@ -69,6 +69,8 @@ class Stream:
         self.place: Place | None = None
         self.priority = 0
         self.tries = 0  # refusals in a row that did not say "later"
+        self.falls = 0  # of the seats it was at, in a row, without a new token
+        self.tokens_at_fall = 0
         self.sent = 0  # tokens that some client has got
         self.final: Final | None = None
         self.recorded: Final | None = None  # ended in an earlier life: run again only up to it
@@ -85,6 +87,12 @@ class Stream:
         self.decoding = False  # a Decode is in flight
         self.decode_tries = 0
         self.scanner = StopScanner(self.sampling.stop, min_tokens=self.sampling.min_tokens)
+
+    def falls_in_vain(self) -> int:
+        """Count one more fall of its seat. Returns how many in a row brought no new token."""
+        self.falls = 1 if len(self.tokens) > self.tokens_at_fall else self.falls + 1
+        self.tokens_at_fall = len(self.tokens)
+        return self.falls
 
     @property
     def request_id(self) -> str:

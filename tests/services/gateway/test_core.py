@@ -55,6 +55,7 @@ from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Recovered
 from phalanx.services.gateway.model import ModelLimits
+from phalanx.services.gateway.placement import FALLS_MAX
 from sim.gateway_fakes import encode_text
 
 MS = 1_000_000
@@ -364,6 +365,23 @@ def test_a_lost_worker_moves_its_streams_ahead_of_arrivals() -> None:
     desk.produces(b"scheduler-0#1", running[0][1], 0, 9, finish="length")
     ((peer, moved),) = desk.submits()
     assert (peer, moved.prompt[0], moved.priority) == (b"scheduler-0#1", 3, 1)
+
+
+def test_a_request_that_fells_every_rank_is_given_up_and_others_are_not() -> None:
+    desk = Desk(seats=1)
+    poison = desk.start(Sampling(max_tokens=40))
+    good = desk.start(Sampling(max_tokens=40))
+    for fall in range(FALLS_MAX + 1):
+        submits = {submit.request_id: (seat, submit) for seat, submit in desk.submits()}
+        assert submits.keys() == {poison, good}
+        desk.produces(*submits[good], fall, 10)  # one token a time, before the rank falls
+        desk.scheduler(0, incarnation=fall + 2)
+    assert [submit.request_id for _, submit in desk.submits()] == [good]
+    desk.decodes()
+    finals = [message for message in desk.told() if isinstance(message, Final)]
+    assert [(f.request_id, f.finish_reason, f.code) for f in finals] == [
+        (poison, "error", Code.INTERNAL)
+    ]
 
 
 def test_a_seat_counts_only_with_the_worker_it_says_it_has() -> None:
