@@ -40,14 +40,18 @@ def report(figures: dict[str, Any], as_json: bool) -> None:
     rows = figures.pop("rows", None)
     table = Table(show_header=False)
     for name, value in figures.items():
-        table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
+        table.add_row(name, _shown(value))
     console.print(table)
     if rows:
         columns = list(rows[0])
         table = Table(*columns)
         for row in rows:
-            table.add_row(*(str(row[column]) for column in columns))
+            table.add_row(*(_shown(row[column]) for column in columns))
         console.print(table)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _run(name: str, as_json: bool, **arguments: Any) -> None:

@@ -35,18 +35,6 @@ from phalanx.supervisor.commands.common import (
 )
 
 R = TypeVar("R")
-_REQUEST_COLUMNS = (
-    "request_id",
-    "slot",
-    "state",
-    "phase",
-    "age_ms",
-    "prompt_tokens",
-    "output_tokens",
-    "max_tokens",
-    "blocks",
-    "preemptions",
-)
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -89,11 +77,23 @@ def queues(run_dir: Path | None, as_json: bool) -> None:
     console.print(table)
     if not found["requests"]:
         return
-    table = Table(title="requests")
-    for column in _REQUEST_COLUMNS:
-        table.add_column(column.replace("_", " "))
+    table = Table(title="sequences (all of one: phalanx requests ID)")
+    for column in ("id", "rank", "phase", "age", "prompt", "done", "of", "blocks", "preempted"):
+        table.add_column(
+            column, justify="left" if column in ("id", "phase") else "right", no_wrap=True
+        )
     for request in found["requests"]:
-        table.add_row(*(str(request[column]) for column in _REQUEST_COLUMNS))
+        table.add_row(
+            f"{request['request_id'][:8]}/{request['index']}",
+            str(request["slot"]),
+            request["phase"],
+            f"{request['age_ms'] / 1000:.1f} s",
+            str(request["prompt_tokens"]),
+            str(request["output_tokens"]),
+            str(request["max_tokens"]),
+            str(request["blocks"]),
+            str(request["preemptions"]),
+        )
     console.print(table)
 
 
@@ -112,7 +112,8 @@ def requests(request_id: str, run_dir: Path | None, as_json: bool) -> None:
     for request in [] if as_json else mine:
         table = Table(show_header=False, title=f"{request['request_id']} / {request['index']}")
         for name, value in request.items():
-            table.add_row(name.replace("_", " "), str(value))
+            shown = f"{value:.0f}" if isinstance(value, float) else str(value)
+            table.add_row(name.replace("_", " "), shown)
         console.print(table)
     if not mine:
         errors.print(f"no rank holds a request {request_id!r}: it has ended, or never was here")
