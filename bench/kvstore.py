@@ -59,7 +59,7 @@ _SOURCE = Source()
 def run(gib: float, directory: Path) -> dict[str, Any]:
     """Measure with `gib` GiB of records in all, in a scratch directory below `directory`.
 
-    Returns the fields of the contract, the finer figures and the conditions. Needs twice the space.
+    Returns the fields of docs/cli.md, the finer figures and the conditions. Needs twice the space.
     """
     records = max(PUTS_IN_FLIGHT * ROUNDS, int(gib * 2**30) // RECORD)
     directory.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ PROMPT = tuple(range(3, 35))
 def run(
     device: str = "null", concurrent: tuple[int, ...] = CONCURRENT, steps: int = STEPS
 ) -> dict[str, Any]:
-    """The fields of `phalanx bench loop` (contract.md)."""
+    """The fields of `phalanx bench loop` (docs/cli.md)."""
     with tempfile.TemporaryDirectory(prefix="phloop") as directory:
         run_dir, config = Path(directory) / "node", Path(directory) / "config.json"
         most = max(concurrent)

@@ -77,7 +77,7 @@ class Workload:
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
-    """The fields of `phalanx bench model` (contract.md), and the figures behind them in `rows`."""
+    """The fields of `phalanx bench model` (docs/cli.md), and the figures behind them in `rows`."""
     torch.set_num_threads(1)
     with torch.inference_mode():
         workload = Workload()

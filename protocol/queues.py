@@ -170,7 +170,7 @@ def queue_arena_name(node: str, seat: int, incarnation: int) -> str:
 
 
 def read_queues(node: str) -> dict[str, list[dict[str, Any]]]:
-    """What all schedulers of the node hold now: the JSON of `phalanx queues` (contract.md).
+    """What all schedulers of the node hold now: the JSON of `phalanx queues` (docs/cli.md).
 
     Reads shared memory alone, so it never waits for a scheduler, not even for a stopped one.
     """

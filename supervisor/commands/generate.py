@@ -109,7 +109,7 @@ def open_client(run_dir: Path) -> Client:
 
 
 def document(position: int, result: Result) -> dict[str, Any]:
-    """One finished sequence as contract for programs."""
+    """One finished sequence for programs, as docs/cli.md says."""
     row: dict[str, Any] = {
         "request_id": result.request_id,
         "position": position,

@@ -1,4 +1,4 @@
-"""The KV store's benchmark gives every figure of the contract from a real, short run, and leaves nothing."""
+"""The KV store's benchmark gives every figure of docs/cli.md from a real, short run, and leaves nothing."""
 
 from pathlib import Path
 

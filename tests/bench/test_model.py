@@ -1,4 +1,4 @@
-"""The model's benchmark reports what the contract promises, compares the two paths it says, and leaves
+"""The model's benchmark reports what docs/cli.md promises, compares the two paths it says, and leaves
 the process exact."""
 
 import json

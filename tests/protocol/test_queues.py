@@ -1,5 +1,5 @@
-"""The queues of a node are read from shared memory alone: of live schedulers, whole, in the contract's
-words."""
+"""The queues of a node are read from shared memory alone: of live schedulers, whole, in the words of
+docs/cli.md."""
 
 import fcntl
 import os
@@ -52,7 +52,7 @@ def test_columns_do_not_overlap() -> None:
     assert (table.request_ids == 99).all() and table.header[0]["layout"] == 0
 
 
-def test_the_contract(node: str) -> None:
+def test_the_documented_fields(node: str) -> None:
     arena, table = make(node, 1, 4)
     with arena:
         header = table.header[0]

@@ -22,7 +22,7 @@ def test_a_step_grows_little_with_the_batch() -> None:
     assert many < 4 * few
 
 
-def test_the_contract() -> None:
+def test_the_documented_fields() -> None:
     rows = run((2,), 20)["rows"]
     assert {"running", "drafts", "p50_us", "p99_us"} <= set(rows[0])
     assert [(row["drafts"], row["churn"]) for row in rows] == [(0, 0), (5, 0), (0, 0.05), (5, 0.05)]
