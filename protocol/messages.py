@@ -50,6 +50,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     logit_bias: dict[int, float] = {}
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     predicted_token_ids: tuple[int, ...] = ()  # the outputs the client expects: drafts, by index
+    forced_token_ids: tuple[int, ...] = ()  # the first outputs are these, whatever would be sampled
 
 
 # ---------------------------------------------------------------- client <-> gateway

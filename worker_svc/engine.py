@@ -1,68 +1,27 @@
 """One rank's engine: plans in, results out. Knows nothing of processes, rings or epochs."""
 
 import time
-from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from phalanx.kernels.reference.logprobs import TokenLogprobs as RowLogprobs
 from phalanx.kernels.reference.sample import SampleResult, sample
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
-from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CacheLayout, CachePools
+from phalanx.worker_svc.forced import force_tokens
+from phalanx.worker_svc.model.caches import CacheLayout, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
-from phalanx.worker_svc.model.memory import shown_bytes
 from phalanx.worker_svc.model.model import Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.truncation import Truncation
+from phalanx.worker_svc.pools import pool_sizes
 from phalanx.worker_svc.sequences import Sequences
 from phalanx.worker_svc.slots import Int, PlanRows
 
 NUM_SNAPSHOTS = 8  # window states that may wait for the KV store at a time
-
-
-@dataclass(frozen=True)
-class PoolSizes:
-    """How many blocks (the null block included) and state slots fit, and what they take."""
-
-    num_blocks: int
-    num_slots: int
-    block_bytes: int
-    slot_bytes: int
-
-    def lines(self) -> list[tuple[str, str]]:
-        """The memory plan for people."""
-        tokens = (self.num_blocks - 1) * BLOCK_TOKENS
-        return [
-            (
-                "KV blocks",
-                f"{self.num_blocks - 1} x {shown_bytes(self.block_bytes)}: {tokens} tokens",
-            ),
-            ("state slots", f"{self.num_slots} x {shown_bytes(self.slot_bytes)}"),
-        ]
-
-
-def pool_sizes(layout: CacheLayout, config: NodeConfig) -> PoolSizes:
-    """Split worker.kv_bytes into state slots (one a running sequence) and blocks.
-
-    Raises ConfigError, with both numbers, when not even one sequence of a block would fit.
-    """
-    num_slots = config.scheduler.max_num_seqs
-    longest = -(-layout.config.max_positions // BLOCK_TOKENS)
-    num_blocks = config.worker.num_blocks
-    if num_blocks == 0:
-        room = config.worker.kv_bytes - num_slots * layout.slot_bytes
-        num_blocks = min(room // layout.block_bytes, num_slots * longest + 1)
-    if num_blocks < 2:
-        need = num_slots * layout.slot_bytes + 2 * layout.block_bytes
-        raise ConfigError(
-            f"worker.kv_bytes is {config.worker.kv_bytes}, {num_slots} state slots and two blocks need"
-            f" {need} bytes: raise it, or lower scheduler.max_num_seqs"
-        )
-    return PoolSizes(num_blocks, num_slots, layout.block_bytes, layout.slot_bytes)
 
 
 class Engine:
@@ -172,7 +131,11 @@ class Engine:
 
     def _sample(self, pending: PendingStep, rows: PlanRows) -> SampleResult:
         settings = self._sequences.sampling_rows(rows.slots[rows.sample_seqs], rows.positions)
-        return sample(pending.logits, settings)
+        sampled = sample(pending.logits, settings)
+        forced = torch.from_numpy(self._sequences.slots.forced(rows))
+        if not bool((forced >= 0).any()):
+            return sampled
+        return force_tokens(sampled, pending.logits, forced, settings.num_top_logprobs)
 
     def _logprobs(
         self, rows: PlanRows, kept: Int, found: RowLogprobs | None

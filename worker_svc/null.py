@@ -69,6 +69,8 @@ class NullBackend:
         rows = self._slots.resolve(plan)
         seeds = self._seeds[rows.slots[rows.sample_seqs]]
         tokens = self._tokens(seeds, rows.positions.astype(np.uint64))
+        forced = self._slots.forced(rows)
+        tokens = np.where(forced >= 0, forced, tokens)
         outcome = self._slots.settle(rows, tokens, np.zeros(len(tokens), np.uint8))
         return StepResult(
             seq=plan.seq,

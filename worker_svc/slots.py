@@ -73,12 +73,16 @@ class Slots:
         self._last_token = np.zeros(num_slots, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int64)
         self._predicted: list[Int] = [_NO_TOKENS] * num_slots
+        self._forced: list[Int] = [_NO_TOKENS] * num_slots
+        self._num_forced = np.zeros(num_slots, np.int64)
 
     def admit(self, new: NewSequence) -> None:
         """Give the slot to a new sequence; whatever it held is forgotten."""
         self._committed[new.slot] = self._last_token[new.slot] = 0
         self.num_prompt[new.slot] = new.num_prompt
         self._predicted[new.slot] = np.array(new.sampling.predicted_token_ids, np.int64)
+        self._forced[new.slot] = np.array(new.sampling.forced_token_ids, np.int64)
+        self._num_forced[new.slot] = len(self._forced[new.slot])
 
     def resolve(self, plan: StepPlan) -> PlanRows:
         """Fill in lengths, newest tokens and drafts. Changes nothing."""
@@ -119,6 +123,15 @@ class Slots:
             sample_seqs=seqs,
             positions=starts[seqs] + first + 1,
         )
+
+    def forced(self, rows: PlanRows) -> Int:
+        """int64 [L]: the token that each sample must be, whatever was drawn; -1 where it is free."""
+        slots = rows.slots[rows.sample_seqs]
+        outputs = rows.positions - self.num_prompt[slots]
+        found = np.full(len(slots), -1, np.int64)
+        for at in np.flatnonzero(outputs < self._num_forced[slots]):
+            found[at] = self._forced[slots[at]][outputs[at]]
+        return found
 
     def _guess(self, slot: int, position: int, most: int) -> Int:
         """Predicted tokens from `position` on, at most `most`."""

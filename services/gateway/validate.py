@@ -135,6 +135,7 @@ def sampling_for(
         max_tokens=max_tokens,
         first_n_token_no_eos=min(s.first_n_token_no_eos, max_tokens),
         predicted_token_ids=s.predicted_token_ids[:max_tokens],
+        forced_token_ids=s.forced_token_ids[:max_tokens],
     )
 
 
@@ -191,6 +192,8 @@ def _check_ends(s: Sampling, model: ModelLimits) -> None:
     _ids("stop_token_ids", s.stop_token_ids, model)
     _count("predicted_token_ids", s.predicted_token_ids, model.max_positions)
     _ids("predicted_token_ids", s.predicted_token_ids, model)
+    _count("forced_token_ids", s.forced_token_ids, model.max_positions)
+    _ids("forced_token_ids", s.forced_token_ids, model)
 
 
 def _ids(name: str, ids: Sequence[int], model: ModelLimits) -> None:

@@ -35,10 +35,12 @@ def next_token(seed: int, read: Ints, window: Ints) -> int:
     return digest % VOCAB
 
 
-def fault_free(prompt: Sequence[int], seed: int, count: int) -> list[int]:
-    """The first `count` outputs, stop rules aside: a function of prompt and seed alone."""
-    tokens = np.array(list(prompt) + [0] * count, np.int64)
-    for at in range(len(prompt), len(tokens)):
+def fault_free(
+    prompt: Sequence[int], seed: int, count: int, forced: Sequence[int] = ()
+) -> list[int]:
+    """The first `count` outputs, stop rules aside: a function of prompt, seed and what is forced."""
+    tokens = np.array([*prompt, *forced[:count], *([0] * (count - len(forced)))], np.int64)
+    for at in range(len(prompt) + len(forced), len(tokens)):
         read = entries(tokens[:at], 0)
         tokens[at] = next_token(seed, read, read[-WINDOW:])
     return [int(token) for token in tokens[len(prompt) :]]
@@ -131,7 +133,8 @@ class HashWorker:
             seed = self.new[slot].sampling.seed or 0
             self._write_ring(slot, start, kept[:count])
             tokens.append(self._next(slot, tables[slot], start + count, seed))
-        sampled = np.array(tokens, np.int64)
+        forced = slots.forced(rows)
+        sampled = np.where(forced >= 0, forced, np.array(tokens, np.int64))
         outcome = slots.settle(rows, sampled, np.zeros(len(sampled), np.uint8))
         for (slot, start, kept), count in zip(steps, outcome.accepted.tolist(), strict=True):
             if start + len(kept) > start + count:  # rejected drafts: their entries are dirt

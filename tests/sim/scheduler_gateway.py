@@ -66,7 +66,7 @@ class Request:
         sampling = self.sampling
         assert sampling.max_tokens is not None
         room = min(sampling.max_tokens, MAX_MODEL_LEN - len(self.prompt))
-        stream = fault_free(self.prompt, sampling.seed or 0, room)
+        stream = fault_free(self.prompt, sampling.seed or 0, room, sampling.forced_token_ids)
         for count, token in enumerate(stream, 1):
             ends = (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
             if ends and count >= sampling.min_tokens:

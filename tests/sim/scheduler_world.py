@@ -451,6 +451,9 @@ class World:
             ignore_eos=rng.random() < 0.7,
             logprobs=rng.choice((None, 0)),
             predicted_token_ids=self._predicted(prompt, seed),
+            forced_token_ids=tuple(
+                rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 0, 3, 25)))
+            ),
         )
         return Request(f"{number:032x}", rng.randrange(2), prompt, sampling)
 
