@@ -85,7 +85,7 @@ class Course:
         count = self.running
         config = SchedulerConfig(
             max_num_seqs=count,
-            max_num_batched_tokens=max(1024, 8 * count),
+            max_num_batched_tokens=max(1024, 16 * count),
             max_waiting=count,
         )
         rows = 3 * count

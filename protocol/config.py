@@ -22,13 +22,16 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Prompts get as many rows of a step as keep it within this time; 0: max_num_batched_tokens.
     target_itl_ms: float = 0.0
     priority_step_ms: int = 5_000  # a level of priority is worth so much of waiting
+    # `prompt`: every sequence ends with `length` after the one output that its prefill gives.
+    # `completion`: only sequences that have outputs already are taken, the rest is refused.
+    role: Literal["normal", "prompt", "completion"] = "normal"
     # Out of KV blocks, the longest output goes back to the queue and is computed again, or it ends.
     preempt: Literal["recompute", "stop"] = "recompute"
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0  # KV blocks of 128 tokens, null block included; 0: sized from kv_bytes
-    kv_bytes: int = 64 << 20  # memory for KV blocks and state slots of one rank
+    kv_bytes: int = 0  # for KV blocks and state slots of one rank; 0: a share of what is free
     threads: int = 1  # torch threads; part of the numerics fingerprint
     # Other than `off`, a prompt's early tokens skip the later layers: less work, other tokens.
     yoco_truncation: Literal["off", "mask", "compact"] = "off"  # `mask` is for comparison
@@ -120,7 +123,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 w.num_blocks == 0 or w.num_blocks >= 2,
                 "0 or >= 2",
             ),
-            ("worker.kv_bytes", w.kv_bytes, w.kv_bytes >= 1 << 20, "at least 1 MiB"),
+            (
+                "worker.kv_bytes",
+                w.kv_bytes,
+                w.kv_bytes == 0 or w.kv_bytes >= 1 << 20,
+                "0 or >= 1 MiB",
+            ),
             ("worker.threads", w.threads, 1 <= w.threads <= 256, "1 to 256"),
             ("worker.yoco_keep_tokens", w.yoco_keep_tokens, w.yoco_keep_tokens >= 1, ">= 1"),
             ("gateway.max_open_requests", g.max_open_requests, g.max_open_requests >= 1, ">= 1"),

@@ -43,6 +43,14 @@ def admit(
         )
     _check_ids(submit, worker.vocab_size)
     max_outputs = _room(submit, worker, rank.pool.total)
+    if config.role == "prompt":
+        max_outputs = min(max_outputs, len(submit.outputs) // 4 + 1)
+    elif config.role == "completion" and not submit.outputs:
+        raise Refused(
+            Code.BAD_REQUEST,
+            "this node continues sequences (scheduler.role: completion) and this one has no output"
+            " yet: send the prompt to a node with role prompt or normal",
+        )
     # Priority is a head start, not a class: whoever has waited longer than that goes first all the same.
     head_start_ns = submit.priority * config.priority_step_ms * 1_000_000
     order = (0 if resumed else 1, now_ns - head_start_ns, serial)
@@ -105,6 +113,7 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
         "stop": np.array(sampling.stop_token_ids, object),
         "logit_bias": np.array(list(sampling.logit_bias), object),
         "predicted": np.array(sampling.predicted_token_ids, object),
+        "forced": np.array(sampling.forced_token_ids, object),
     }
     for name, values in named.items():
         wrong = (values < 0) | (values >= vocab_size)

@@ -9,7 +9,7 @@ beside the queue and are forked from it one token before its end (`Rank.fork`). 
 prompt token itself, as a row of its own, so its first token is sampled as if it had been alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from phalanx.protocol.limits import RING_BYTES
@@ -21,7 +21,7 @@ from phalanx.scheduler_svc.state import Sequence
 PLAN_NEW_BYTES_MAX = RING_BYTES // 2
 OVERTAKES = 4  # a prompt with so many times less left may go first
 OVERTAKEN_MAX = 32  # times that a waiting sequence lets others go first
-LOOKAHEAD = 32  # waiting sequences looked at
+LOOKAHEAD = 8  # waiting sequences looked at
 OLDEST_SHARE = 4  # the oldest begun prompt gets at least this part of the rows
 
 
@@ -68,6 +68,9 @@ class _Taking:
         self._max_num_seqs, self._watermark = max_num_seqs, watermark
         self._room = PLAN_NEW_BYTES_MAX
         self._counts: dict[Sequence, int] = {}  # tokens given to each
+        self._totals: dict[Sequence, int] = {}
+        self._open: list[Sequence] = []  # begun ones that may take more
+        self._begun: set[str] = set()  # their requests, and those of others in prefill
         self._forks: list[Fork] = []
 
     def run(self) -> Prefill:
@@ -77,66 +80,71 @@ class _Taking:
         for sequence in list(rank.prefilling):
             if rank.lost_fork(sequence):
                 rank.restart(sequence)
-        if len(rank.prefilling) + bool(rank.waiting) > 1 and rank.prefilling:
-            self._give(rank.prefilling[0], -(-self._left // OLDEST_SHARE))
+        self._open = list(rank.prefilling)
+        self._begun = {sequence.request_id for sequence in self._open}
+        if self._open and len(self._open) + len(rank.waiting) > 1:
+            self._give(self._open[0], -(-self._left // OLDEST_SHARE))
         while self._left and (chosen := self._next()) is not None:
             if chosen.slot < 0:
                 rank.start(chosen)
+                self._open.append(chosen)
+                self._begun.add(chosen.request_id)
             self._give(chosen, self._left)
         chunks = [self._chunk(sequence, count) for sequence, count in self._counts.items() if count]
         return Prefill(chunks, self._forks)
 
     def _next(self) -> Sequence | None:
         """Whose turn it is; None when nobody can take more."""
-        begun = [s for s in self._rank.prefilling if self._wants(s)]
-        waiting = self._startable()
-        queue = begun + waiting
-        if not queue:
-            return None
-        first = queue[0]
-        if self._remaining(first) <= self._left:
+        while self._open and not self._wants(self._open[0]):
+            del self._open[0]
+        first = self._open[0] if self._open else next(self._startable(), None)
+        if first is None or self._remaining(first) <= self._left:
             return first
-        most = self._remaining(first) // OVERTAKES
-        chosen = min(queue, key=lambda s: (self._remaining(s) > most, self._remaining(s)))
-        if self._remaining(chosen) > most:
+        waiting = list(self._startable())
+        queue = [sequence for sequence in self._open if self._wants(sequence)] + waiting
+        chosen = min(queue, key=self._remaining)
+        if self._remaining(chosen) > self._remaining(first) // OVERTAKES:
             return first
         if chosen.slot < 0:
             for passed in waiting[: waiting.index(chosen)]:
                 passed.overtaken += 1
         return chosen
 
-    def _startable(self) -> list[Sequence]:
-        """Waiting sequences that could start now, the first in the queue at the head.
+    def _startable(self) -> Iterator[Sequence]:
+        """Waiting sequences that could start now, as far as one may go before those ahead of it.
 
-        When there is no room for it, nobody behind it starts: else it would never find room.
+        When there is no room for the first, nobody behind it starts: else it would never find room.
         """
-        rank = self._rank
-        found: list[Sequence] = []
+        rank, first = self._rank, True
         for sequence in rank.waiting[:LOOKAHEAD]:
-            if rank.leader_of(sequence) is not None:
+            if sequence.request_id in self._begun and rank.leader_of(sequence) is not None:
                 continue
-            num_tokens = sequence.num_tokens
+            num_tokens = self._tokens(sequence)
             fits = 4 * num_tokens <= self._room and may_start(
                 rank, blocks_for(num_tokens), self._max_num_seqs, self._watermark
             )
-            if not fits:
-                if not found:
-                    break
-                continue
-            found.append(sequence)
-            if sequence.overtaken >= OVERTAKEN_MAX:
-                break
-        return found
+            if fits:
+                yield sequence
+            if first and not fits or sequence.overtaken >= OVERTAKEN_MAX:
+                return
+            first = False
+
+    def _tokens(self, sequence: Sequence) -> int:
+        """`num_tokens`, which does not change within a step."""
+        count = self._totals.get(sequence)
+        if count is None:
+            count = self._totals[sequence] = sequence.num_tokens
+        return count
 
     def _planned(self, sequence: Sequence) -> int:
         return int(self._rank.t.planned[sequence.row]) + self._counts.get(sequence, 0)
 
     def _remaining(self, sequence: Sequence) -> int:
-        return sequence.num_tokens - self._planned(sequence)
+        return self._tokens(sequence) - self._planned(sequence)
 
     def _end(self, sequence: Sequence) -> int:
         """Where its chunk of this step must end at the latest."""
-        start, end = int(self._rank.t.planned[sequence.row]), sequence.num_tokens
+        start, end = int(self._rank.t.planned[sequence.row]), self._tokens(sequence)
         fork_at = sequence.num_prompt - 1 if self._rank.followers(sequence) else 0
         for cut in (self._cut_at(sequence), fork_at):
             if start < cut < end:
@@ -145,13 +153,13 @@ class _Taking:
 
     def _wants(self, sequence: Sequence) -> bool:
         told_now = not sequence.known and sequence not in self._counts
-        if told_now and 4 * sequence.num_tokens > self._room:
+        if told_now and 4 * self._tokens(sequence) > self._room:
             return False
         return self._planned(sequence) < self._end(sequence)
 
     def _give(self, sequence: Sequence, most: int) -> None:
         if not sequence.known and sequence not in self._counts:
-            self._room -= 4 * sequence.num_tokens
+            self._room -= 4 * self._tokens(sequence)
         start = int(self._rank.t.planned[sequence.row])
         count = min(most, self._left, self._end(sequence) - self._planned(sequence))
         self._counts[sequence] = self._counts.get(sequence, 0) + count
@@ -163,20 +171,20 @@ class _Taking:
         """Start those who wait for this prompt, as many as there is room for; the next one leads the rest."""
         rank = self._rank
         for follower in rank.followers(leader):
-            needed = blocks_for(leader.num_tokens) - rank.shared_blocks(leader)
-            fits = 4 * follower.num_tokens <= self._room and may_start(
+            needed = blocks_for(self._tokens(leader)) - rank.shared_blocks(leader)
+            fits = 4 * self._tokens(follower) <= self._room and may_start(
                 rank, needed, self._max_num_seqs, self._watermark
             )
             if not self._left or not fits:
                 break
             self._forks.append(rank.fork(leader, follower))
             self._counts[follower] = 1
-            self._room -= 4 * follower.num_tokens
+            self._room -= 4 * self._tokens(follower)
             self._left -= 1
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         start = int(self._rank.t.planned[sequence.row])
-        return Chunk(sequence, start, count, samples=start + count == sequence.num_tokens)
+        return Chunk(sequence, start, count, samples=start + count == self._tokens(sequence))
 
 
 def may_start(rank: Rank, num_blocks: int, max_num_seqs: int, watermark: float) -> bool:

@@ -101,6 +101,33 @@ def test_the_queue_is_bounded_but_not_for_resumed_ones() -> None:
     assert story.outputs(3) == story.expected(3, 20)
 
 
+def test_a_prompt_node_gives_one_output() -> None:
+    story = Story(role="prompt", max_num_batched_tokens=64)
+    story.submit(0, 300)
+    story.submit(1, 10)
+    story.run()
+    for number in (0, 1):
+        assert story.outputs(number) == story.expected(number, 1)
+        assert story.ends(number) == ["length"]
+    story.submit(2, 10, outputs=[4, 5], attempt=1)
+    story.run()
+    assert [len(item.token_ids) for item in story.items(2)] == [1]
+    assert story.ends(2) == ["length"] and story.free == (19, 8)
+
+
+def test_a_completion_node_takes_what_has_begun() -> None:
+    begun = Story()
+    begun.submit(0, 100)
+    begun.run()
+    first = begun.outputs(0)[:1]
+    story = Story(role="completion")
+    story.submit(1, 100)
+    assert "role: completion" in refusal(story).message
+    story.submit(0, 100, outputs=first, attempt=1)
+    story.run()
+    assert first + [t for i in story.items(0) for t in i.token_ids] == begun.outputs(0)
+
+
 @pytest.mark.parametrize("gone", [Membership(4, False), WorkerLost()])
 def test_without_a_worker_in_the_group(gone: object) -> None:
     story = Story()

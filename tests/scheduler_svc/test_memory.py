@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.protocol.errors import Code
 from phalanx.protocol.queues import Phase, State
 from phalanx.scheduler_svc.plan import retract
 from sim.scheduler_story import Story
@@ -108,3 +109,19 @@ def test_block_borders(length: int) -> None:
     story.submit(0, length, max_tokens=130)
     story.run()
     assert story.outputs(0) == story.expected(0, 130)
+
+
+def test_stop_instead_of_recompute_ends_the_longest_with_a_reason() -> None:
+    story = Story(num_blocks=4, max_num_seqs=3, preempt="stop")
+    for number in range(3):
+        story.submit(number, 125, max_tokens=60)
+    story.run()
+    ends = {n: story.items(n)[-1] for n in range(3)}
+    stopped = [n for n, item in ends.items() if item.code == Code.KV_PRESSURE]
+    assert stopped and all(item.finish_reason == "length" for item in ends.values())
+    for number in range(3):
+        outputs = story.outputs(number)
+        assert outputs == story.expected(number, 60)[: len(outputs)]
+        assert (len(outputs) < 60) == (number in stopped)
+    assert "scheduler.preempt" in ends[stopped[0]].error and preemptions(story) == 0
+    assert story.free == (3, 8)

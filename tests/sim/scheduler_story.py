@@ -44,7 +44,7 @@ class Story:
         store: bool = False,
         num_snapshots: int = 2,
         accepting: bool = True,
-        **config: float,
+        **config: object,
     ) -> None:
         limits = {
             "max_num_seqs": 8,
