@@ -40,7 +40,7 @@ def run(
     drafts: tuple[int, ...] = DRAFTS,
     churn: tuple[float, ...] = CHURN,
 ) -> dict[str, Any]:
-    """The fields of `phalanx bench scheduler` (contract.md); a row for each combination."""
+    """The fields of `phalanx bench scheduler` (docs/cli.md); a row for each combination."""
     return {
         "rows": [
             Course(count, each, share).measure(steps)
