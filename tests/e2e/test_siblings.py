@@ -1,10 +1,8 @@
 """`n > 1` on a real node: each sequence has the tokens of a request of its own, and the prompt is computed
 once; a forced continuation comes back as given."""
 
-from collections.abc import Callable
 
 from e2e.node import Node, assert_whole
-from phalanx.protocol.messages import Sampling
 from phalanx.protocol.seeds import derive_seed
 from phalanx.services.client import Client
 
