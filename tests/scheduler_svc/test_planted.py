@@ -136,8 +136,8 @@ def preempt_forgets_outputs(patch: Patch) -> None:
     preempt = Rank.preempt
 
     def amnesia(self: Rank, sequence: Sequence) -> None:
-        preempt(self, sequence)
         self.t.output_tokens[sequence.row] = 0
+        preempt(self, sequence)
 
     patch.setattr(Rank, "preempt", amnesia)
 
