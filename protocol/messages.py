@@ -602,6 +602,20 @@ class ShutdownDone(Message, frozen=True):
     left: tuple[str, ...]  # what had to be killed or swept
 
 
+class Inject(Message, frozen=True):
+    """Hurt processes on purpose (`supervisor/inject.py` has the kinds). Answer: Injected or Error."""
+
+    call: int
+    kind: str
+    target: str  # a process name, a prefix of names, or random:PREFIX for one of them
+    ms: int = 0  # with `stop`: how long; 0: for ever
+
+
+class Injected(Message, frozen=True):
+    call: int
+    injected: tuple[str, ...]  # the processes that were hit
+
+
 class TopologyChanged(Message, frozen=True):
     """A nudge: look at the board's topology now."""
 
@@ -623,5 +637,7 @@ class Drain(Message, frozen=True):
     timeout_ms: int
 
 
-ToSupervisor = Ready | Progress | StatusQuery | Shutdown
-FromSupervisor = TopologyChanged | HealthUpdate | Drain | StatusReply | ShutdownDone | Error
+ToSupervisor = Ready | Progress | StatusQuery | Shutdown | Inject
+FromSupervisor = (
+    TopologyChanged | HealthUpdate | Drain | StatusReply | ShutdownDone | Injected | Error
+)

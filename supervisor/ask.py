@@ -9,9 +9,9 @@ import zmq
 
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import default_run_dir
-from phalanx.protocol.errors import ExitCode, PhalanxError
+from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.link import connect_dealer
-from phalanx.protocol.messages import Error, FromSupervisor, Shutdown, StatusQuery
+from phalanx.protocol.messages import Error, FromSupervisor, Inject, Shutdown, StatusQuery
 from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, endpoint
 
 R = TypeVar("R")
@@ -45,10 +45,13 @@ def is_running(run_dir: Path) -> bool:
     return False
 
 
-def ask(run_dir: Path, question: StatusQuery | Shutdown, answer: type[R], timeout_s: float) -> R:
+def ask(
+    run_dir: Path, question: StatusQuery | Shutdown | Inject, answer: type[R], timeout_s: float
+) -> R:
     """Send one question and return its answer.
 
-    Raises NoNode at once when no supervisor lives there, NoAnswer when the time is up.
+    Raises NoNode at once when no supervisor lives there, NoAnswer when the time is up, ConfigError
+    when the question is wrong, PhalanxError when it is refused for another reason.
     """
     if not is_running(run_dir):
         raise NoNode(run_dir)
@@ -66,7 +69,8 @@ def ask(run_dir: Path, question: StatusQuery | Shutdown, answer: type[R], timeou
             if isinstance(message, answer) and getattr(message, "call", None) == question.call:
                 return message
             if isinstance(message, Error):
-                raise PhalanxError(message.message)
+                wrong = message.code == Code.BAD_REQUEST
+                raise (ConfigError if wrong else PhalanxError)(message.message)
         raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s")
     finally:
         socket.close()

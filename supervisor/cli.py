@@ -24,6 +24,7 @@ _COMMANDS = {
     "eplb": "look",
     "doctor": "doctor",
     "inspect": "model",
+    "inject": "inject",
     "bench": "bench",
 }
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import setup_logging
 from phalanx.protocol.messages import (
     Error,
+    Inject,
     Message,
     Progress,
     Ready,
@@ -54,6 +56,7 @@ from phalanx.supervisor.events import (
     Tell,
 )
 from phalanx.supervisor.group import Placements
+from phalanx.supervisor.inject import Injector
 from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
@@ -158,6 +161,7 @@ class Node:
         self._later: list[Spawn | Sweep] = []  # slow, and the group waits for something else
         self._later_ns = 0
         self._interrupts = 0
+        self._injector = Injector(config.fault_injection, random.Random())
 
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
@@ -173,6 +177,7 @@ class Node:
                     observed_ns = now_ns
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
+                self._carry_out([*self._injector.due(time.monotonic_ns())])
                 if not self._core.awaits_acks or now_ns - self._later_ns > _LATER_NS:
                     self._do_what_was_put_off()
                 self._handle_events()
@@ -192,7 +197,7 @@ class Node:
             if not self._poll(0) and self._core.awaits_acks:
                 self._watch.wait_bell(bell)
         else:
-            self._poll(TICK_MS)
+            self._poll(self._injector.wait_ms(time.monotonic_ns(), TICK_MS))
         for number in self._signals:
             self._interrupts += number == signal.SIGINT
             at_once = number == signal.SIGINT and self._interrupts > 1
@@ -240,6 +245,8 @@ class Node:
                 now_ns = time.monotonic_ns()
                 reply = status(self._core, self._config, os.getpid(), call, now_ns)
                 send_to(self._watch.socket, identity, encode(reply))
+            case Inject():
+                self._inject(identity, message)
             case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
                 self._waiting_for_end.append((identity, call))
                 self._events.append(ShutdownAsked(int(timeout_s * 1000)))
@@ -325,6 +332,14 @@ class Node:
             return
         self._watch.add(child)
         self._events.append(Spawned(name, incarnation, child.pid))
+
+    def _inject(self, identity: bytes, request: Inject) -> None:
+        living = {name: child.incarnation for name, child in self._watch.children.items()}
+        reply, kills = self._injector.handle(request, living, time.monotonic_ns())
+        if kills:
+            self._log.warning("injected", fault=request.kind, about=[kill.name for kill in kills])
+        self._carry_out([*kills])
+        send_to(self._watch.socket, identity, encode(reply))
 
     def _inspect(self, name: str, incarnation: int) -> None:
         child = self._watch.children.get(name)

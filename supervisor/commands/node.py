@@ -44,6 +44,7 @@ _POLL_S = 0.05
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)
 )
+@click.option("--inject", is_flag=True, default=None, help="Allow `phalanx inject`.")
 @click.option("--detach", is_flag=True, help="Return when the node is ready; it runs on.")
 @run_dir_option
 @json_option
@@ -52,6 +53,7 @@ def up(
     ranks: int | None,
     device: str | None,
     config_file: Path | None,
+    inject: bool | None,
     detach: bool,
     run_dir: Path | None,
     as_json: bool,
@@ -64,7 +66,7 @@ def up(
     config = build_config(
         parse_config(config_file) if config_file else NodeConfig(),
         find_run_dir(run_dir),
-        {"model": model, "ranks": ranks, "device": device},
+        {"model": model, "ranks": ranks, "device": device, "fault_injection": inject},
     )
     if is_running(config.run_path):
         raise PhalanxError(

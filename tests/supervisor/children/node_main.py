@@ -1,5 +1,6 @@
 """A supervisor over trivial children: `python -m node_main RUN_DIR RANKS`."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from phalanx.supervisor.processes import process_table
 
 def main() -> None:
     run_dir, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    config = NodeConfig(run_dir=str(run_dir), ranks=ranks, tokenizers=1)
+    faults = bool(os.environ.get("NODE_FAULTS"))
+    config = NodeConfig(run_dir=str(run_dir), ranks=ranks, tokenizers=1, fault_injection=faults)
     table = [replace(spec, module="node_child") for spec in process_table(config)]
     try:
         sys.exit(run_processes(config, table, lambda: GroupPlacements(2, 8, ranks)))

@@ -1,0 +1,129 @@
+"""Faults on purpose: a request becomes the right signals to real processes, and is refused unless enabled."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from supervisor.node import TestNode, until
+
+from phalanx.protocol.errors import Code, ConfigError
+from phalanx.protocol.messages import Error, Inject, Injected
+from phalanx.supervisor.events import Kill
+from phalanx.supervisor.inject import KINDS, MS_MAX, Injector, targets
+
+LIVING = {"gateway": 1, "worker-0": 1, "worker-1": 4, "worker-10": 1, "scheduler-0": 2}
+MS = 1_000_000
+
+
+def injector(enabled: bool = True) -> Injector:
+    return Injector(enabled, random.Random(1))
+
+
+def hit(kind: str, target: str) -> tuple[str, ...]:
+    return targets(kind, target, list(LIVING), random.Random(1))
+
+
+def test_targets_are_names_prefixes_or_one_at_random() -> None:
+    assert hit("kill", "worker-1") == ("worker-1",), "not worker-10"
+    assert hit("kill", "worker") == ("worker-0", "worker-1", "worker-10")
+    drawn = {targets("kill", "random:worker", list(LIVING), random.Random(i)) for i in range(99)}
+    assert drawn == {("worker-0",), ("worker-1",), ("worker-10",)}
+
+
+@pytest.mark.parametrize("target", ["", "random:", "nobody", "supervisor", "worker-3"])
+def test_a_target_that_names_nothing_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="there are"):
+        hit("kill", target)
+
+
+def test_only_workers_lose_a_gpu() -> None:
+    assert hit("gpu-loss", "worker-0") == ("worker-0",)
+    with pytest.raises(ConfigError, match="scheduler-0"):
+        hit("gpu-loss", "scheduler-0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("kill", signal.SIGKILL),
+        ("stop", signal.SIGSTOP),
+        ("cont", signal.SIGCONT),
+        ("gpu-loss", signal.SIGKILL),
+    ],
+)
+def test_a_fault_is_a_signal_to_this_incarnation(kind: str, number: int) -> None:
+    reply, kills = injector().handle(Inject(7, kind, "worker-1"), LIVING, 0)
+    assert reply == Injected(7, ("worker-1",))
+    assert kills == [Kill("worker-1", 4, number)]
+
+
+def test_listing_hurts_nothing() -> None:
+    reply, kills = injector().handle(Inject(7, "list", "w"), LIVING, 0)
+    assert reply == Injected(7, ("worker-0", "worker-1", "worker-10")) and kills == []
+
+
+def test_a_stopped_process_goes_on_in_time_and_once() -> None:
+    faults = injector()
+    faults.handle(Inject(1, "stop", "worker-1", 50), LIVING, 0)
+    assert faults.wait_ms(0, 100) <= 51 and faults.due(49 * MS) == []
+    assert faults.due(50 * MS) == [Kill("worker-1", 4, signal.SIGCONT)]
+    assert faults.due(99 * MS) == [] and faults.wait_ms(0, 100) == 100
+
+
+def test_nothing_happens_unless_enabled() -> None:
+    for kind in KINDS:
+        reply, kills = injector(False).handle(Inject(3, kind, "worker"), LIVING, 0)
+        assert isinstance(reply, Error) and reply.code is Code.NOT_READY and kills == []
+        assert "phalanx up --inject" in reply.message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Inject(3, "melt", "worker"),
+        Inject(3, "stop", "worker", MS_MAX + 1),
+        Inject(3, "stop", "worker", -1),
+        Inject(3, "kill", "worker", 5),
+    ],
+)
+def test_nonsense_is_refused(wrong: Inject) -> None:
+    reply, kills = injector().handle(wrong, LIVING, 0)
+    assert isinstance(reply, Error) and reply.code is Code.BAD_REQUEST and kills == []
+
+
+@pytest.fixture(scope="module")
+def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
+    made = TestNode(tmp_path_factory.mktemp("inject") / f"inj{os.getpid()}")
+    made.environment = {"NODE_FAULTS": "1"}
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.mark.process
+def test_a_killed_worker_is_replaced_and_the_others_stay(living: TestNode) -> None:
+    before = {p.name: p.incarnation for p in living.wait_healthy().processes}
+    assert living.ask(Inject(5, "gpu-loss", "worker-1")) == Injected(5, ("worker-1",))
+    until(lambda: living.process("worker-1").incarnation == before["worker-1"] + 1)
+    after = {p.name: p.incarnation for p in living.wait_healthy().processes}
+    assert after == {**before, "worker-1": before["worker-1"] + 1}
+
+
+@pytest.mark.process
+def test_a_process_is_stopped_for_as_long_as_asked(living: TestNode) -> None:
+    living.wait_healthy()
+    victim = living.process("eplb")
+
+    def state() -> str:
+        return Path(f"/proc/{victim.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+    asked = time.monotonic()
+    assert living.ask(Inject(6, "stop", "eplb", 400)) == Injected(6, ("eplb",))
+    until(lambda: state() == "T", 2)
+    until(lambda: state() != "T", 10)
+    assert time.monotonic() - asked >= 0.4
+    assert living.process("eplb").incarnation == victim.incarnation
