@@ -1,7 +1,6 @@
 """`n > 1` on a real node: each sequence has the tokens of a request of its own, and the prompt is computed
 once; a forced continuation comes back as given."""
 
-
 from e2e.node import Node, assert_whole
 from phalanx.protocol.seeds import derive_seed
 from phalanx.services.client import Client
