@@ -116,3 +116,15 @@ def model(as_json: bool) -> None:
 def kvstore(gib: float, directory: Path, as_json: bool) -> None:
     """The KV store's puts and gets against the raw disk."""
     _run("kvstore", as_json, gib=gib, directory=directory)
+
+
+@bench.command()
+@click.option("--kills", type=click.IntRange(1, 1000), default=10)
+@click.option("--ranks", type=click.IntRange(2, 8), default=3)
+@click.option("--streams", type=click.IntRange(1, 256), default=12)
+@click.option("--model", default="random-tiny")
+@click.option("--seed", default=1, help="Of prompts, moments and victims.")
+@json_option
+def recovery(kills: int, ranks: int, streams: int, model: str, seed: int, as_json: bool) -> None:
+    """Kill workers under load: how long streams stand still, and whether a token changes."""
+    _run("recovery", as_json, kills=kills, ranks=ranks, streams=streams, model=model, seed=seed)

@@ -1,0 +1,109 @@
+"""The streams of `bench recovery`: requests of many kinds, and when each of their tokens arrived."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phalanx.protocol.errors import Refused
+from phalanx.protocol.messages import Delta, Sampling
+from phalanx.services.client import GatewaySilent, RequestTimeout, Spec
+from phalanx.services.client_async import AsyncClient
+
+LONG_PROMPT = 2000
+MAX_TOKENS = 160
+_TIMEOUT_S = 300.0
+
+
+@dataclass
+class Sequence:
+    """One sequence as it arrived."""
+
+    position: int
+    index: int
+    request_id: str = ""
+    tokens: list[int] = field(default_factory=list[int])
+    times: list[int] = field(default_factory=list[int])  # of each delivery, CLOCK_MONOTONIC ns
+    finish: str = ""  # empty: it never ended
+
+    def spans(self, start_ns: int, end_ns: int) -> bool:
+        """Whether tokens arrived both before and after this time, and enough to know its step."""
+        return len(self.times) > 2 and self.times[0] < start_ns and self.times[-1] > end_ns
+
+
+@dataclass
+class Load:
+    """Requests to run at once. While `going_on`, those with short prompts begin anew at their end."""
+
+    specs: list[Spec]
+    going_on: bool = False
+
+
+@dataclass
+class Played:
+    sequences: list[Sequence]
+    first_round_s: float  # until every request had ended once
+
+
+def requests(
+    rng: random.Random, count: int, known: dict[tuple[int, int], Sequence] | None = None
+) -> list[Spec]:
+    """`count` requests: every other prompt long; some n=2, penalties, stop strings, no seed.
+
+    Args:
+        known: what the sequences were, by (position, index): some requests predict it then.
+    """
+    specs: list[Spec] = []
+    for position in range(count):
+        length = LONG_PROMPT if position % 2 == 0 else rng.choice([1, 17, 64])
+        prompt = [rng.randrange(10, 200) for _ in range(length)]
+        predicts = position % 6 == 0 and known is not None
+        sampling = Sampling(
+            temperature=rng.choice([0, 0.7, 1.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            seed=None if position % 8 == 7 else position,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            frequency_penalty=0.5 if position % 4 == 1 else 0.0,
+            repetition_penalty=1.1 if position % 4 == 2 else 1.0,
+            stop=("zq", "\x00never") if position % 6 == 3 else (),
+            predicted_token_ids=tuple(known[position, 0].tokens) if known and predicts else (),
+        )
+        specs.append(Spec(tuple(prompt), sampling, n=2 if position % 5 == 4 else 1))
+    return specs
+
+
+async def play(run_dir: Path, load: Load) -> Played:
+    """Run the load to its end."""
+    started, sequences = time.monotonic(), list[Sequence]()
+    async with AsyncClient(run_dir) as client:
+        once = [0.0] * len(load.specs)
+
+        async def slot(position: int, spec: Spec) -> None:
+            sequences.extend(await _receive(client, position, spec))
+            once[position] = time.monotonic() - started
+            while load.going_on and len(spec.prompt) < LONG_PROMPT:
+                sequences.extend(await _receive(client, position, spec))
+
+        await asyncio.gather(*(slot(at, spec) for at, spec in enumerate(load.specs)))
+    return Played(sequences, max(once))
+
+
+async def _receive(client: AsyncClient, position: int, spec: Spec) -> list[Sequence]:
+    """One request to its end; a sequence that does not come to one has no `finish`."""
+    found = [Sequence(position, index) for index in range(spec.n)]
+    stream = client.generate(spec, timeout=_TIMEOUT_S)
+    try:
+        async for event in stream:
+            sequence = found[event.index]
+            if isinstance(event, Delta):
+                sequence.times.append(time.monotonic_ns())
+                sequence.tokens.extend(event.token_ids)
+            else:
+                sequence.finish = event.finish_reason
+    except (Refused, RequestTimeout, GatewaySilent):
+        pass  # it counts as lost
+    for sequence in found:
+        sequence.request_id = stream.request_id
+    return found

@@ -1,0 +1,45 @@
+"""The recovery benchmark reads changes of the group right, compares every stream, and kills for real."""
+
+import random
+
+import pytest
+
+from phalanx.bench.recovery import run
+from phalanx.bench.recovery_load import LONG_PROMPT, Sequence, requests
+from phalanx.bench.recovery_watch import Change, Mark, change_in
+
+
+def test_a_change_is_stop_publish_and_go() -> None:
+    marks = [Mark(5, 2, 2), Mark(10, 3, 2), Mark(14, 3, 3), Mark(15, 3, 4), Mark(20, 4, 4)]
+    assert change_in(marks, 7) == Change(10, 15, 20)
+    assert change_in(marks[:-1], 7) is None, "it is not complete"
+    assert change_in(marks, 12) is None, "it began before"
+
+
+def test_a_death_during_the_change_makes_it_longer() -> None:
+    before = Mark(5, 2, 2)
+    marks = [before, Mark(10, 3, 2), Mark(15, 3, 4), Mark(16, 5, 4), Mark(18, 5, 6), Mark(20, 6, 6)]
+    assert change_in(marks, 7) == Change(10, 18, 20)
+
+
+def test_half_of_the_prompts_are_long_and_every_kind_occurs() -> None:
+    specs = requests(random.Random(1), 12)
+    assert sum(len(spec.prompt) == LONG_PROMPT for spec in specs) == 6
+    assert any(spec.n == 2 for spec in specs) and any(spec.sampling.stop for spec in specs)
+    assert any(spec.sampling.frequency_penalty for spec in specs)
+    assert any(spec.sampling.seed is None for spec in specs)
+    known = {(at, 0): Sequence(at, 0, tokens=[at, 7]) for at in range(12)}
+    again = requests(random.Random(1), 12, known)
+    assert [spec.prompt for spec in again] == [spec.prompt for spec in specs]
+    assert again[6].sampling.predicted_token_ids == (6, 7)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_one_kill_changes_no_token_and_loses_no_stream() -> None:
+    figures = run(kills=1, ranks=2, streams=4)
+    assert (figures["tokens_changed"], figures["streams_lost"]) == (0, 0)
+    assert figures["streams_compared"] >= 8
+    assert set(figures["phases_ms"]) >= {"detect", "stop", "go", "rejoin_stop", "rejoin_go"}
+    assert 0 < figures["detect_ms_p50"] < 5000
+    assert figures["kills"] == 1
