@@ -26,7 +26,7 @@ CLIENT_STALL_MS = 30_000  # a client that takes nothing for this long loses its 
 COMMAND_RETRY_MS = 500
 
 # Supervision.
-BEAT_PERIOD_MS = 200  # how often a healthy process proves that it is alive
+BEAT_PERIOD_MS = 400  # how often a healthy process proves that it is alive
 HANG_MS = 1_500  # a process without progress for this long is killed
 STARVED_MS_MAX = (
     30_000  # a process that waits for a CPU or a disk is given this much longer at most
