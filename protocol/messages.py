@@ -48,7 +48,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     ignore_eos: bool = False
     first_n_token_no_eos: int = 0  # the end token is banned for this many first outputs
     logit_bias: dict[int, float] = {}
+    blocked_token_ids: tuple[int, ...] = ()  # never chosen
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
+    raw_logprobs: bool = False  # those of the model's own logits, before anything above
     predicted_token_ids: tuple[int, ...] = ()  # the outputs the client expects: drafts, by index
     forced_token_ids: tuple[int, ...] = ()  # the first outputs are these, whatever would be sampled
 

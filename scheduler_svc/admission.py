@@ -112,6 +112,7 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
         "token": ids,
         "stop": np.array(sampling.stop_token_ids, object),
         "logit_bias": np.array(list(sampling.logit_bias), object),
+        "blocked": np.array(sampling.blocked_token_ids, object),
         "predicted": np.array(sampling.predicted_token_ids, object),
         "forced": np.array(sampling.forced_token_ids, object),
     }

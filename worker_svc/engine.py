@@ -120,7 +120,7 @@ class Engine:
             counts=outcome.counts.astype(np.uint8).tobytes(),
             tokens=sampled.tokens.numpy()[outcome.kept].astype(np.int32).tobytes(),
             status=outcome.status.tobytes(),
-            logprobs=self._logprobs(rows, outcome.kept, sampled.logprobs),
+            logprobs=self._logprobs(rows, outcome.kept, sampled),
             step_us=(time.monotonic_ns() - started_ns) // 1000,
         )
 
@@ -138,20 +138,21 @@ class Engine:
         return force_tokens(sampled, pending.logits, forced, settings.num_top_logprobs)
 
     def _logprobs(
-        self, rows: PlanRows, kept: Int, found: RowLogprobs | None
+        self, rows: PlanRows, kept: Int, sampled: SampleResult
     ) -> tuple[TokenLogprobs | None, ...]:
         """For each kept token what its request asked for; empty when none asked."""
-        if found is None:
+        if sampled.logprobs is None:
             return ()
-        own, ids, values = (
-            column[kept].tolist() for column in (found.logprobs, found.top_ids, found.top_logprobs)
-        )
+        processed = _columns(sampled.logprobs, kept)
+        raw = processed if sampled.raw_logprobs is None else _columns(sampled.raw_logprobs, kept)
         out: list[TokenLogprobs | None] = []
         for at, slot in enumerate(rows.slots[rows.sample_seqs[kept]]):
-            count = self._sequences.sampling[slot].logprobs
+            sampling = self._sequences.sampling[slot]
+            count = sampling.logprobs
             if count is None:
                 out.append(None)
                 continue
+            own, ids, values = raw if sampling.raw_logprobs else processed
             best = [(i, v) for i, v in zip(ids[at], values[at], strict=True) if i >= 0][:count]
             out.append(TokenLogprobs(own[at], tuple(i for i, _ in best), tuple(v for _, v in best)))
         return tuple(out)
@@ -159,3 +160,14 @@ class Engine:
     def close(self) -> None:
         self._blocks.close()
         self._snapshots.close()
+
+
+def _columns(
+    found: RowLogprobs, kept: Int
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """(own, ids of the best, their values) of the kept rows, as plain lists."""
+    return (
+        found.logprobs[kept].tolist(),
+        found.top_ids[kept].tolist(),
+        found.top_logprobs[kept].tolist(),
+    )

@@ -21,15 +21,24 @@ def force_tokens(
     at = ((forced >= 0) & (sampled.status != int(SampleStatus.NAN))).nonzero()[:, 0]
     tokens, status = sampled.tokens.clone(), sampled.status.clone()
     tokens[at], status[at] = forced[at], int(SampleStatus.OK)
-    told = None
-    if sampled.logprobs is not None:
-        own = raw_logprobs(logits[at], forced[at], num_top)
-        told = TokenLogprobs(
-            _replaced(sampled.logprobs.logprobs, at, own.logprobs),
-            _replaced(sampled.logprobs.top_ids, at, own.top_ids),
-            _replaced(sampled.logprobs.top_logprobs, at, own.top_logprobs),
-        )
-    return SampleResult(tokens, status, told, sampled.raw_logprobs)
+    if sampled.logprobs is None:
+        return SampleResult(tokens, status, None, None)
+    own = raw_logprobs(logits[at], forced[at], num_top)
+    raw = sampled.raw_logprobs
+    return SampleResult(
+        tokens,
+        status,
+        _told(sampled.logprobs, at, own),
+        None if raw is None else _told(raw, at, own),
+    )
+
+
+def _told(found: TokenLogprobs, at: torch.Tensor, own: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        _replaced(found.logprobs, at, own.logprobs),
+        _replaced(found.top_ids, at, own.top_ids),
+        _replaced(found.top_logprobs, at, own.top_logprobs),
+    )
 
 
 def _replaced(column: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

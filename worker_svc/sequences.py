@@ -114,9 +114,10 @@ class Sequences:
             stop_ids=Ragged.of([s.stop_token_ids for s in chosen], torch.int64),
             bias_ids=Ragged.of([list(s.logit_bias) for s in chosen], torch.int64),
             bias_values=Ragged.of([list(s.logit_bias.values()) for s in chosen], torch.float32),
-            blocked_ids=Ragged.of([() for _ in chosen], torch.int64),
+            blocked_ids=Ragged.of([s.blocked_token_ids for s in chosen], torch.int64),
             eos_id=self._eos,
             num_top_logprobs=max(wanted, default=-1),
+            want_raw_logprobs=any(s.raw_logprobs for s in chosen),
         )
 
     def _outputs(self, slots: Int, positions: Int, chosen: Sequence[Sampling]) -> Ragged:

@@ -12,6 +12,7 @@ import msgspec
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.limits import (
+    BLOCKED_IDS_MAX,
     KEY_CHARS_MAX,
     LOGIT_BIAS_MAX,
     MODEL_NAME_CHARS_MAX,
@@ -190,6 +191,8 @@ def _check_ends(s: Sampling, model: ModelLimits) -> None:
             raise _bad(f"stop[{at}] is empty: it would end every stream at once; leave it out")
     _count("stop_token_ids", s.stop_token_ids, STOP_IDS_MAX)
     _ids("stop_token_ids", s.stop_token_ids, model)
+    _count("blocked_token_ids", s.blocked_token_ids, BLOCKED_IDS_MAX)
+    _ids("blocked_token_ids", s.blocked_token_ids, model)
     _count("predicted_token_ids", s.predicted_token_ids, model.max_positions)
     _ids("predicted_token_ids", s.predicted_token_ids, model)
     _count("forced_token_ids", s.forced_token_ids, model.max_positions)

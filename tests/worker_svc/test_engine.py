@@ -186,6 +186,30 @@ def test_min_tokens_and_first_n_hold_back_the_end() -> None:
     assert ends & set(held[OUTPUTS // 2 :])
 
 
+def test_blocked_ids_never_come() -> None:
+    prompt = list(range(40, 60))
+    with EngineWorld("tiny-a", num_slots=1) as world:
+        free = world.finish(Request(prompt, Sampling(seed=4, top_k=5), OUTPUTS)).outputs
+        blocked = tuple(set(free))
+        other = Sampling(seed=4, top_k=5, blocked_token_ids=blocked)
+        assert not set(world.finish(Request(prompt, other, OUTPUTS)).outputs) & set(blocked)
+
+
+def test_raw_logprobs_are_the_models_own() -> None:
+    """Beside a neighbour that asks for processed ones; the token is the same either way."""
+    prompt = list(range(40, 60))
+    sampling = Sampling(seed=4, temperature=0.5, top_k=3, logit_bias={7: 2.0}, logprobs=3)
+    plain = Sampling(seed=4, logprobs=3)  # temperature 1 and nothing else: processed is raw
+    with EngineWorld("tiny-a", num_slots=1) as world:
+        processed = world.finish(Request(prompt, sampling, 1))
+        raw = world.finish(Request(prompt, replace(sampling, raw_logprobs=True), 1))
+        own = world.finish(Request(prompt, plain, 1))
+    assert raw.outputs == processed.outputs
+    assert raw.logprobs[0] is not None and own.logprobs[0] is not None
+    assert raw.logprobs[0].top_logprobs == own.logprobs[0].top_logprobs
+    assert raw.logprobs[0].top_logprobs != processed.logprobs[0].top_logprobs  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("break_it", ["ring", "bias"])
 def test_a_broken_request_ends_alone(break_it: str) -> None:
     """Not a number in its window, or a bias that overflows: it gets a status, the others get their

@@ -109,6 +109,7 @@ BAD_SAMPLING: list[dict[str, Any]] = [
     {"stop_token_ids": (1,) * (STOP_IDS_MAX + 1)},
     {"logit_bias": dict.fromkeys(range(LOGIT_BIAS_MAX + 1), 0.0)},
     {"logit_bias": {3: 1e9}},
+    {"blocked_token_ids": (1,) * 1025},
     {"predicted_token_ids": (1,) * (MODEL.max_positions + 1)},
     {"forced_token_ids": (1,) * (MODEL.max_positions + 1)},
     {"logprobs": -1},
@@ -148,7 +149,9 @@ IDS = st.integers(-(2**63), 2**64 - 1) | st.integers(-3, 600)
 
 @given(
     IDS,
-    st.sampled_from(["prompt", "stop_token_ids", "logit_bias", "predicted", "forced", "encoded"]),
+    st.sampled_from(
+        ["prompt", "stop_token_ids", "logit_bias", "blocked", "predicted", "forced", "encoded"]
+    ),
 )
 def test_no_id_field_escapes_the_vocabulary(token: int, where: str) -> None:
     inside = 0 <= token < MODEL.vocab_size
@@ -159,6 +162,8 @@ def test_no_id_field_escapes_the_vocabulary(token: int, where: str) -> None:
         message = generate(sampling=Sampling(stop_token_ids=(token, 5)))
     elif where == "predicted":
         message = generate(sampling=Sampling(predicted_token_ids=(5, token)))
+    elif where == "blocked":
+        message = generate(sampling=Sampling(blocked_token_ids=(token,)))
     elif where == "forced":
         message = generate(sampling=Sampling(forced_token_ids=(token,)))
     elif where == "logit_bias":
@@ -174,7 +179,13 @@ def test_no_id_field_escapes_the_vocabulary(token: int, where: str) -> None:
 def test_every_id_field_of_a_request_is_known_to_the_test_above() -> None:
     """A new field of ids must be checked and named there."""
     of_ids = [name for name in Sampling.__struct_fields__ if name.endswith(("_ids", "_bias"))]
-    assert of_ids == ["stop_token_ids", "logit_bias", "predicted_token_ids", "forced_token_ids"]
+    assert of_ids == [
+        "stop_token_ids",
+        "logit_bias",
+        "blocked_token_ids",
+        "predicted_token_ids",
+        "forced_token_ids",
+    ]
     of_ids = [name for name in Generate.__struct_fields__ if name.endswith("_ids")]
     assert of_ids == ["prompt_token_ids"]
 
