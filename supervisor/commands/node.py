@@ -39,7 +39,7 @@ _POLL_S = 0.05
 
 @click.command()
 @click.option("--model", default=None, help="tiny, random-tiny or a checkpoint directory.")
-@click.option("--ranks", type=int, default=None, help="Workers, one a GPU.")
+@click.option("--ranks", type=int, default=None, help="Workers; the experts are spread over them.")
 @click.option("--device", type=click.Choice(["cpu", "null"]), default=None)
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -233,13 +233,18 @@ def down(timeout: float, run_dir: Path | None, as_json: bool) -> None:
 @run_dir_option
 @json_option
 def status(run_dir: Path | None, as_json: bool) -> None:
-    """Which processes live, which ranks are in the group, whether all is well (exit 4 if not)."""
+    """Which processes live, which ranks are in the group, whether all is well.
+
+    \b
+    Exit 4 when it is not; with --json `healthy` says so, and the exit code is 0.
+    """
     reply = ask(find_run_dir(run_dir), StatusQuery(1), StatusReply, 5.0)
     if as_json:
-        print_json(reply)
-    else:
-        console.print(status_table(reply))
-    if not as_json and not reply.healthy:
+        fields = (name for name in reply.__struct_fields__ if name != "call")
+        print_json({name: getattr(reply, name) for name in fields})
+        return
+    console.print(status_table(reply))
+    if not reply.healthy:
         finish(ExitCode.UNHEALTHY)
 
 
