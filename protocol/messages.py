@@ -590,6 +590,7 @@ class StatusReply(Message, frozen=True):
     phases: tuple[PhaseTime, ...] = ()
     epochs: tuple[EpochRecord, ...] = ()
     failed: str = ""  # why the node is going down
+    inexact: tuple[str, ...] = ()  # settings outside the promise of equal tokens
 
 
 class Shutdown(Message, frozen=True):

@@ -26,7 +26,14 @@ def status(
         phases=tuple(core.phases),
         epochs=tuple(core.group.records),
         failed=core.failed,
+        inexact=inexact(config),
     )
+
+
+def inexact(config: NodeConfig) -> tuple[str, ...]:
+    """Settings under which a stream may differ from what another run, or a fault, would have given."""
+    mode = config.worker.yoco_truncation
+    return () if mode == "off" else (f"worker.yoco_truncation is {mode}: prompts are approximate",)
 
 
 def _process(process: Process, now_ns: int) -> ProcessStatus:

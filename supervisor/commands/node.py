@@ -250,7 +250,8 @@ def status(run_dir: Path | None, as_json: bool) -> None:
 
 def status_table(reply: StatusReply) -> Table:
     health = "[green]healthy[/]" if reply.healthy else "[red]not healthy[/]"
-    table = Table(title=f"{reply.model} in {reply.run_dir}: epoch {reply.epoch}, {health}")
+    title = f"{reply.model} in {reply.run_dir}: epoch {reply.epoch}, {health}"
+    table = Table(title="\n".join((title, *reply.inexact)))
     for column in ("process", "pid", "state", "restarts", "last beat"):
         table.add_column(column, justify="left" if column in ("process", "state") else "right")
     for process in reply.processes:

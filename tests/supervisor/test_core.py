@@ -4,6 +4,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from phalanx.protocol.board import ProcessPhase
@@ -46,7 +47,7 @@ from phalanx.supervisor.events import (
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Stage
 from phalanx.supervisor.processes import process_table
-from phalanx.supervisor.status import status
+from phalanx.supervisor.status import inexact, status
 
 MS = 1_000_000
 A = TypeVar("A")
@@ -518,6 +519,14 @@ def test_a_new_gateway_is_told_how_things_stand() -> None:
     sent = [a.message for a in story.take(Send)]
     assert TopologyChanged(2) in sent
     assert [m for m in sent if isinstance(m, HealthUpdate)][-1] == HealthUpdate(True, 2, ())
+
+
+def test_status_names_what_is_outside_the_promise() -> None:
+    exact = NodeConfig()
+    assert inexact(exact) == ()
+    worker = msgspec.structs.replace(exact.worker, yoco_truncation="compact")
+    (reason,) = inexact(msgspec.structs.replace(exact, worker=worker))
+    assert "yoco_truncation is compact" in reason
 
 
 def test_status_lists_live_processes_only() -> None:
