@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # torch is installed first and by exact version: a looser pin would fetch a CUDA build of several GB.
 TORCH := torch==2.13.0
 
-.PHONY: setup demo test lint soak clean
+.PHONY: setup demo test test-slow lint soak clean
 
 setup: $(VENV)/.ready
 
@@ -20,7 +20,10 @@ demo: setup
 	$(BIN)/phalanx demo
 
 test: setup
-	$(BIN)/python -P -m pytest -q
+	$(BIN)/python -P -m pytest -q -m 'not slow'
+
+test-slow: setup
+	$(BIN)/python -P -m pytest -q -m slow
 
 # 100,000 requests through the simulated schedulers; a failing seed is printed (ARGS="--seed N --worlds 1").
 soak: setup
