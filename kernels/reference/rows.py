@@ -4,8 +4,8 @@ A library may choose another order of summation for another number of rows, and 
 a vector loop may take a scalar path with other rounding. Both would change a token when a neighbour
 joins the batch. So every matrix product runs as a batch of equal products of `TILE` rows, and every
 transcendental runs over whole groups of vector lanes. `worker_svc.model.invariance` checks both on
-the machine at hand. `exact_rows(False)` gives all of that up for speed: `--numerics fast`, and the
-yardstick that exactness is measured against.
+the machine at hand. `exact_rows(False)` gives all of that up: the yardstick that
+exactness is measured against (`phalanx bench model`), and a control in the tests.
 """
 
 from collections.abc import Callable
