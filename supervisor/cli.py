@@ -25,6 +25,7 @@ _COMMANDS = {
     "doctor": "doctor",
     "inspect": "model",
     "inject": "inject",
+    "chaos": "chaos",
     "bench": "bench",
 }
 

@@ -155,11 +155,12 @@ def _await_ready(config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bo
 
 @contextlib.contextmanager
 def private_node(
-    model: str, ranks: int, quiet: bool = True
+    model: str, ranks: int, quiet: bool = True, inject: bool = False
 ) -> Iterator[tuple[NodeConfig, StatusReply]]:
     """A node of one's own in a temporary run directory; everything is gone at the end."""
     with tempfile.TemporaryDirectory(prefix="ph") as folder:
-        config = build_config(NodeConfig(), Path(folder), {"model": model, "ranks": ranks})
+        given = {"model": model, "ranks": ranks, "fault_injection": inject}
+        config = build_config(NodeConfig(), Path(folder), given)
         status = start_detached(config, quiet)
         try:
             yield config, status

@@ -1,0 +1,61 @@
+"""`phalanx chaos`: what it calls wrong, what its schedule keeps to, and a short run of it."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from phalanx.bench.chaos import Outcome, difference
+from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Schedule
+
+NAMES = ["gateway", "kvstore", "scheduler-0", "scheduler-1", "tokenizer-0", "worker-0", "worker-1"]
+
+
+@pytest.mark.parametrize(
+    ("got", "left", "what"),
+    [
+        (Outcome([1, 2, 3], "abc", ["length"]), False, None),
+        (Outcome([1, 9, 3], "abc", ["length"]), False, "changed"),
+        (Outcome([1, 2], "ab", ["length"]), False, "changed"),
+        (Outcome([1, 2, 3, 4], "abcd", ["length"]), False, "changed"),
+        (Outcome([1, 2, 3], "abX", ["length"]), False, "changed"),
+        (Outcome([1, 2, 3], "abc", ["stop"]), False, "changed"),
+        (Outcome([1, 2], "ab", ["abort"]), False, "lost"),
+        (Outcome([1, 2], "ab", ["error"]), False, "lost"),
+        (Outcome([1, 2], "ab", ["abort"]), True, None),
+        (Outcome([1, 9], "ab", ["abort"]), True, "changed"),
+        (Outcome([1, 2, 3], "abc", ["length"]), True, None),
+        (Outcome([1, 2, 3], "abc", ["length", "length"]), False, "finals"),
+        (Outcome([1, 2, 3], "abc", []), False, "finals"),
+    ],
+)
+def test_only_the_fault_free_stream_is_right(got: Outcome, left: bool, what: str | None) -> None:
+    found = difference(Outcome([1, 2, 3], "abc", ["length"]), got, left)
+    assert (found and found[0]) == what
+
+
+def test_a_seed_gives_one_schedule_and_it_spares_the_restart_limit() -> None:
+    first, again = Schedule(7), Schedule(7)
+    faults = [first.next(NAMES) for _ in range(2000)]
+    assert faults == [again.next(NAMES) for _ in range(2000)]
+    assert faults == sorted(faults, key=lambda fault: fault.at_s)
+    assert {fault.kind for fault in faults} == {"kill", "stop"}
+    for name in NAMES:
+        times = [fault.at_s for fault in faults if fault.target == name]
+        assert len(times) > 20
+        windows = [sum(at - WINDOW_S < t <= at for t in times) for at in times]
+        assert max(windows) <= DEATHS_MAX
+    assert Counter(f.target for f in faults).keys() == set(NAMES)
+
+
+@pytest.mark.slow
+def test_a_short_run_changes_nothing() -> None:
+    command = [sys.executable, "-P", "-m", "phalanx.supervisor.cli", "chaos", "--json"]
+    options = ["--minutes", "0.15", "--streams", "6", "--seed", "11"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert found["ok"] and found["faults"] > 0 and found["streams_compared"] > 0
+    assert (found["tokens_changed"], found["streams_lost"], found["finals_wrong"]) == (0, 0, 0)
