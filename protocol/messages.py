@@ -63,13 +63,21 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     content: str
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A stretch of a rendered prompt: plain text, or the spelling of exactly one special token."""
+
+    text: str
+    special: bool = False
+
+
 class Generate(Message, frozen=True):
-    """Start a request. Exactly one of `prompt`, `prompt_token_ids`, `messages`."""
+    """Start a request. Exactly one of `prompt`, `prompt_token_ids`, `messages`, `spans`."""
 
     call: int
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[ChatMessage, ...] | None = None
+    spans: tuple[Span, ...] | None = None
     sampling: Sampling = Sampling()
     n: int = 1  # sequences with seeds derived from (seed, index); a Final each
     stream: bool = True  # False: one Delta with everything, just before each Final
@@ -210,11 +218,12 @@ class Ping(Message, frozen=True):
 
 
 class Encode(Message, frozen=True):
-    """Text or chat messages to ids. Stateless: any tokenizer may answer, and answer again."""
+    """Text, chat messages or spans to ids. Stateless: any tokenizer may answer, and answer again."""
 
     call: int
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
+    spans: tuple[Span, ...] | None = None
 
 
 class Encoded(Message, frozen=True):

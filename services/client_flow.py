@@ -14,6 +14,7 @@ from phalanx.protocol.messages import (
     FinishReason,
     Generate,
     Sampling,
+    Span,
     TokenLogprobs,
     Usage,
 )
@@ -34,12 +35,12 @@ class NoNode(PhalanxError):
     """No node is running in this run directory."""
 
 
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+Prompt = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Span]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One request: a text, token ids or chat messages, and how to go on from there."""
+    """One request: a text, token ids, chat messages or a rendered prompt, and how to go on from there."""
 
     prompt: Prompt
     sampling: Sampling = field(default_factory=Sampling)
@@ -49,12 +50,14 @@ class Spec:
     key: str = ""  # drawn when empty
 
     def message(self, key: str) -> Generate:
-        """Without a call yet. Raises TypeError when the prompt is none of the three."""
-        text, ids, chat = None, None, None
+        """Without a call yet. Raises TypeError when the prompt is none of the four."""
+        text, ids, chat, spans = None, None, None, None
         if isinstance(self.prompt, str):
             text = self.prompt
         elif any(isinstance(part, ChatMessage) for part in self.prompt):
             chat = cast(tuple[ChatMessage, ...], tuple(self.prompt))
+        elif any(isinstance(part, Span) for part in self.prompt):
+            spans = cast(tuple[Span, ...], tuple(self.prompt))
         else:
             ids = tuple(index(cast(int, token)) for token in self.prompt)
         return Generate(
@@ -62,6 +65,7 @@ class Spec:
             text,
             ids,
             chat,
+            spans,
             sampling=self.sampling,
             n=self.n,
             stream=self.stream,

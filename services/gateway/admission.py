@@ -203,6 +203,7 @@ def digest_of(message: Generate) -> bytes:
         message.prompt,
         message.prompt_token_ids,
         message.messages,
+        message.spans,
         message.sampling,
         message.n,
         message.stream,
@@ -217,4 +218,5 @@ def _prompt_bytes(message: Generate) -> int:
         return 4 * len(message.prompt_token_ids)
     if message.prompt is not None:
         return 4 * len(message.prompt)
-    return sum(4 * len(part.content) for part in message.messages or ())
+    chat = sum(4 * len(part.content) for part in message.messages or ())
+    return chat + sum(4 * len(span.text) for span in message.spans or ())

@@ -174,7 +174,8 @@ class Core:
         if message.prompt_token_ids is not None:
             self._tokenized(pending, message.prompt_token_ids)
         else:
-            self._texts.encode(EncodeJob(pending.number, message.prompt, message.messages))
+            job = EncodeJob(pending.number, message.prompt, message.messages, message.spans)
+            self._texts.encode(job)
 
     def _tokenized(self, pending: Pending, prompt_ids: Sequence[int]) -> None:
         pool_tokens = self._placement.seats.pool_tokens()

@@ -17,6 +17,7 @@ from phalanx.protocol.messages import (
     Encode,
     Encoded,
     EncodeFailed,
+    Span,
 )
 from phalanx.services.gateway.streams import Stream
 
@@ -36,13 +37,15 @@ class EncodeJob:
     key: int  # the caller's
     prompt: str | None
     messages: tuple[ChatMessage, ...] | None
+    spans: tuple[Span, ...] | None = None
     tries: int = 0
 
     @property
     def chars(self) -> int:
         if self.prompt is not None:
             return len(self.prompt)
-        return sum(len(message.content) for message in self.messages or ())
+        chat = sum(len(message.content) for message in self.messages or ())
+        return chat + sum(len(span.text) for span in self.spans or ())
 
 
 @dataclass(eq=False)
@@ -162,7 +165,7 @@ class Texts:
             tokenizer.encoding += job.chars
             due_ns = now_ns + RETRY_NS + int(10 * job.chars / CHARS_PER_NS)
             call = self._call(tokenizer, Given(job, now_ns, due_ns))
-            message = Encode(call, job.prompt, job.messages)
+            message = Encode(call, job.prompt, job.messages, job.spans)
             self._send(tokenizer.peer, message)
         self._encodes.extendleft(reversed(held))
 

@@ -24,7 +24,7 @@ from phalanx.protocol.limits import (
     STOP_STRINGS_MAX,
     TOP_LOGPROBS_MAX,
 )
-from phalanx.protocol.messages import PROTOCOL_VERSION, ChatMessage, Generate, Sampling
+from phalanx.protocol.messages import PROTOCOL_VERSION, ChatMessage, Generate, Sampling, Span
 from phalanx.services.gateway.model import ModelLimits
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: logits divided by it leave float32
@@ -143,12 +143,12 @@ def sampling_for(
 def _check_prompt(message: Generate, model: ModelLimits) -> None:
     given = [
         name
-        for name in ("prompt", "prompt_token_ids", "messages")
+        for name in ("prompt", "prompt_token_ids", "messages", "spans")
         if getattr(message, name) is not None
     ]
     if len(given) != 1:
         raise _bad(
-            "a request has exactly one of prompt, prompt_token_ids and messages, this one has "
+            "a request has exactly one of prompt, prompt_token_ids, messages and spans, this one has "
             + (" and ".join(given) if given else "none")
         )
     if message.prompt is not None:
@@ -161,6 +161,20 @@ def _check_prompt(message: Generate, model: ModelLimits) -> None:
         _ids("prompt_token_ids", message.prompt_token_ids, model)
     if message.messages is not None:
         _check_chat(message.messages)
+    if message.spans is not None:
+        _check_spans(message.spans)
+
+
+def _check_spans(spans: Sequence[Span]) -> None:
+    if not any(span.text for span in spans):
+        raise _bad("spans is empty; send at least one character")
+    for at, span in enumerate(spans):
+        _text(f"spans[{at}]", span.text, PROMPT_CHARS_MAX, Code.TOO_LARGE)
+    total = sum(len(span.text) for span in spans)
+    if total > PROMPT_CHARS_MAX:
+        raise Refused(
+            Code.TOO_LARGE, f"spans have {total} characters, at most {PROMPT_CHARS_MAX} fit"
+        )
 
 
 def _check_chat(messages: Sequence[ChatMessage]) -> None:

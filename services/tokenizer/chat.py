@@ -5,21 +5,12 @@ Only the template's tokens are special. What a user writes stays text, even when
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.messages import ChatMessage
+from phalanx.protocol.messages import ChatMessage, Span
 
 # The recipe picks the prompt encoding by name and knows only its own; ours is of this family.
 RECIPE_MODEL = "DeepSeek-V4.1-Flash"
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A stretch of a prompt: plain text, or the spelling of exactly one special token."""
-
-    text: str
-    special: bool
 
 
 def render(messages: Sequence[ChatMessage]) -> list[Span]:

@@ -7,7 +7,7 @@ decode is answered at once.
 import json
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +16,16 @@ from tokenizers import Tokenizer
 
 from phalanx.protocol.errors import Code, ConfigError, Refused
 from phalanx.protocol.limits import PROMPT_CHARS_MAX
-from phalanx.protocol.messages import Decode, Decoded, DecodedItem, Encode, Encoded, EncodeFailed
-from phalanx.services.tokenizer.chat import Span, render
+from phalanx.protocol.messages import (
+    Decode,
+    Decoded,
+    DecodedItem,
+    Encode,
+    Encoded,
+    EncodeFailed,
+    Span,
+)
+from phalanx.services.tokenizer.chat import render
 from phalanx.services.tokenizer.detokenize import make_detokenizer
 from phalanx.services.tokenizer.encode import TextEncoder, without_added_tokens
 
@@ -83,8 +91,9 @@ class TokenizerCore:
 
     def encode(self, request: Encode) -> Iterator["array[int]"]:
         """Ids of the prompt, a piece at a time. Raises Refused, between pieces too."""
-        if (request.prompt is None) == (request.messages is None):
-            raise Refused(Code.BAD_REQUEST, "give exactly one of prompt and messages")
+        given = (request.prompt, request.messages, request.spans)
+        if sum(prompt is not None for prompt in given) != 1:
+            raise Refused(Code.BAD_REQUEST, "give exactly one of prompt, messages and spans")
         total = 0
         for ids in self._ids(request):
             total += len(ids)
@@ -98,12 +107,21 @@ class TokenizerCore:
             check_text(request.prompt, "prompt")
             yield from self._encode_text(self._text, request.prompt)
             return
+        if request.spans is not None:
+            for number, span in enumerate(request.spans):
+                check_text(span.text, f"spans[{number}]")
+            check_chars(sum(len(span.text) for span in request.spans), "spans")
+            yield from self._encode_spans(request.spans)
+            return
         messages = request.messages or ()
         for number, message in enumerate(messages):
             check_text(message.role, f"messages[{number}].role")
             check_text(message.content, f"messages[{number}].content")
         check_chars(sum(len(message.content) for message in messages), "messages")
-        for span in render(messages):
+        yield from self._encode_spans(render(messages))
+
+    def _encode_spans(self, spans: Iterable[Span]) -> Iterator["array[int]"]:
+        for span in spans:
             if span.special:
                 yield self._special(span)
             else:

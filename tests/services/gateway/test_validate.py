@@ -20,7 +20,7 @@ from phalanx.protocol.limits import (
     STOP_STRINGS_MAX,
     TOP_LOGPROBS_MAX,
 )
-from phalanx.protocol.messages import ChatMessage, ClientMessage, Generate, Sampling
+from phalanx.protocol.messages import ChatMessage, ClientMessage, Generate, Sampling, Span
 from phalanx.services.gateway.model import ModelLimits, read_model
 from phalanx.services.gateway.validate import check, check_sampling, resolve
 
@@ -51,6 +51,9 @@ def generate(**fields: Any) -> Generate:
         ({"prompt": ""}, "empty"),
         ({"prompt": None, "prompt_token_ids": ()}, "empty"),
         ({"prompt": None, "messages": ()}, "empty"),
+        ({"spans": (Span("x"),)}, "prompt and spans"),
+        ({"prompt": None, "spans": (Span(""),)}, "empty"),
+        ({"prompt": None, "spans": (Span("a"), Span("\udfff"))}, r"spans\[1\]"),
         ({"prompt": None, "messages": (ChatMessage("", "x"),)}, "role"),
         ({"prompt": None, "prompt_token_ids": (3, 512)}, "512 at 1.*0 to 511"),
         ({"prompt": None, "prompt_token_ids": (-1,)}, "-1 at 0"),

@@ -17,6 +17,7 @@ from phalanx.protocol.messages import (
     Encode,
     Encoded,
     EncodeFailed,
+    Span,
 )
 from phalanx.services.tokenizer import core as core_module
 from phalanx.services.tokenizer.core import (
@@ -92,6 +93,10 @@ def test_a_repeated_call_is_the_same_call() -> None:
         (Encode(1, messages=(ChatMessage("user", "\udfff"),)), r"messages\[0\].content .* U\+DFFF"),
         (Encode(1, messages=(ChatMessage("\udfff", ""),)), r"messages\[0\].role"),
         (Encode(1, messages=()), "messages: Empty"),
+        (Encode(1, prompt="a", spans=(Span("a"),)), "exactly one"),
+        (Encode(1, spans=(Span("a"), Span("\udfff"))), r"spans\[1\] .* U\+DFFF"),
+        (Encode(1, spans=(Span("no such token", True),)), "has no no such token"),
+        (Encode(1, spans=()), "empty"),
     ],
 )
 def test_bad_requests_are_refused_with_the_reason(request_: Encode, why: str) -> None:
@@ -181,3 +186,13 @@ def test_limits_come_from_the_checkpoints_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 7}')
     with pytest.raises(ConfigError, match="max_position_embeddings"):
         load_limits(tmp_path)
+
+
+def test_in_spans_only_what_is_marked_is_special() -> None:
+    special = "<｜Assistant｜>"
+    token = TOKENIZER.token_to_id(special)
+    found = answer(Encode(1, spans=(Span("Hi "), Span(special, True), Span(special))))
+    assert isinstance(found, Encoded)
+    ids = list(array("i", found.token_ids))
+    assert ids.count(token) == 1 and len(ids) > 3
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == f"Hi {special}{special}"
