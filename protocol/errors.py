@@ -31,6 +31,7 @@ class Code(StrEnum):
     ALL_BLOCKED = "all_blocked"  # masks and bans left no token to choose
     NAN_LOGITS = "nan_logits"
     KV_PRESSURE = "kv_pressure"
+    STREAM_CHANGED = "stream_changed"  # what the client has is not the beginning of this stream
     INTERNAL = "internal"
 
 

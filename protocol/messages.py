@@ -139,6 +139,7 @@ class Final(Message, frozen=True):
     text: str = ""  # what the end of the stream releases (a held-back tail)
     code: Code | None = None  # with "error" and "abort": why
     error: str = ""
+    digest: bytes = b""  # of its tokens (`digests.py`); empty when they were not all at hand
 
 
 class Abort(Message, frozen=True):
@@ -151,12 +152,14 @@ class Abort(Message, frozen=True):
 class Attach(Message, frozen=True):
     """Take over the request's streams, each from its token offset (absent: 0). Answer: Accepted.
 
-    Repeat it whenever nothing was heard for a while: it is harmless.
+    Repeat it whenever nothing was heard for a while: it is harmless. A stream whose beginning has
+    another digest than the client's is not continued: it ends with the code `stream_changed`.
     """
 
     call: int
     request_id: str
     offsets: tuple[int, ...] = ()
+    digests: tuple[bytes, ...] = ()  # of the tokens before each offset; empty: not compared
 
 
 class Stats(Message, frozen=True):

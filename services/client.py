@@ -6,7 +6,7 @@ node: they pause and go on. Every call has a deadline or fails when the gateway 
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -35,6 +35,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.rundir import CLIENT_SOCKET, endpoint
 from phalanx.services.client_core import ClientCore, Question
 from phalanx.services.client_flow import (
+    Begun,
     Flow,
     GatewaySilent,
     NoNode,
@@ -187,11 +188,23 @@ class Client:
                 self._abandon(flow)
 
     def attach(
-        self, request_id: str, offsets: Iterable[int] = (), *, timeout: float | None = None
+        self,
+        request_id: str,
+        offsets: Iterable[int] = (),
+        *,
+        have: Iterable[Sequence[int]] = (),
+        timeout: float | None = None,
     ) -> Stream:
-        """Take over a request from token offsets on, one a sequence (absent: 0)."""
+        """Take over a request, each sequence from where it was left.
+
+        Args:
+            offsets: numbers of tokens, one a sequence (absent: 0).
+            have: instead, the tokens themselves: then a stream that does not begin with them ends
+                with the code `stream_changed`.
+        """
+        begun = begun_at(offsets, have)
         now_ns = time.monotonic_ns()
-        flow = self._core.attach(request_id, tuple(offsets), now_ns, _ns_or_none(timeout))
+        flow = self._core.attach(request_id, begun, now_ns, _ns_or_none(timeout))
         return Stream(self, flow)
 
     def abort(self, request_id: str, *, timeout: float = ANSWER_S) -> None:
@@ -294,6 +307,15 @@ def make_spec(
     if isinstance(prompt, Spec):
         return prompt
     return Spec(prompt, msgspec.convert(sampling, Sampling), n, stream, model, key)
+
+
+def begun_at(offsets: Iterable[int], have: Iterable[Sequence[int]]) -> list[Begun]:
+    """Where an attached flow begins. Raises ValueError when both are given."""
+    places = [Begun(offset) for offset in offsets]
+    tokens = [Begun(token_ids=ids) for ids in have]
+    if places and tokens:
+        raise ValueError("give offsets or the tokens themselves, not both")
+    return places or tokens
 
 
 def failed(error: Exception) -> Result:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
@@ -21,7 +21,7 @@ from phalanx.protocol.messages import (
     Stats,
     StatsReply,
 )
-from phalanx.services.client import ANSWER_S, SILENCE_S, answer, connect, make_spec
+from phalanx.services.client import ANSWER_S, SILENCE_S, answer, begun_at, connect, make_spec
 from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Flow, GatewaySilent, Prompt, Result, Spec
 
@@ -113,10 +113,16 @@ class AsyncClient:
         return AsyncStream(self, flow)
 
     def attach(
-        self, request_id: str, offsets: Iterable[int] = (), *, timeout: float | None = None
+        self,
+        request_id: str,
+        offsets: Iterable[int] = (),
+        *,
+        have: Iterable[Sequence[int]] = (),
+        timeout: float | None = None,
     ) -> AsyncStream:
-        now_ns = time.monotonic_ns()
-        flow = self._core.attach(request_id, tuple(offsets), now_ns, _ns_or_none(timeout))
+        """Take over a request. See `client.Client.attach`."""
+        begun = begun_at(offsets, have)
+        flow = self._core.attach(request_id, begun, time.monotonic_ns(), _ns_or_none(timeout))
         self._run()
         return AsyncStream(self, flow)
 

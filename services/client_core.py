@@ -6,6 +6,7 @@ The rules, which a client in any language may follow (`docs/protocol.md`):
   is the same request, so repeating is harmless and a gateway that died in between loses nothing.
 * Deltas are taken in order of their offsets: older ones are dropped, a gap leads to an Attach at the
   offset reached. A gateway with a new incarnation gets an Attach for every open request.
+* An Attach says the digest of what is here: a stream that is another one is not spliced to it.
 * A Health question every second tells both: that the gateway is there, and which one.
 """
 
@@ -36,9 +37,9 @@ from phalanx.protocol.messages import (
 from phalanx.services.client_flow import (
     MS,
     REPEAT_NS_MIN,
+    Begun,
     Flow,
     GatewaySilent,
-    Received,
     RequestTimeout,
     Spec,
 )
@@ -110,12 +111,11 @@ class ClientCore:
         return flow
 
     def attach(
-        self, request_id: str, offsets: Sequence[int], now_ns: int, timeout_ns: int | None
+        self, request_id: str, begun: Sequence[Begun], now_ns: int, timeout_ns: int | None
     ) -> Flow:
-        """Take over a request. Its deltas begin at the offsets; so do the results' tokens."""
+        """Take over a request. Its deltas begin where it was left; so do the results' tokens."""
         deadline_ns = None if timeout_ns is None else now_ns + timeout_ns
-        bases = tuple(offsets)
-        flow = Flow(None, now_ns, deadline_ns, False, 0, request_id=request_id, bases=bases)
+        flow = Flow(None, now_ns, deadline_ns, False, 0, request_id=request_id, begun=tuple(begun))
         self._begin(flow, now_ns)
         self._by_request[request_id] = flow
         self._send_attach(flow, now_ns)
@@ -262,8 +262,12 @@ class ClientCore:
     def _send_attach(self, flow: Flow, now_ns: int) -> None:
         flow.attach_at_ns = now_ns + REATTACH_NS
         flow.repeat_at_ns = now_ns + flow.repeat_ns
-        offsets = tuple(s.offset for s in flow.sequences) or flow.bases
-        self._send(Attach(self._call(flow), flow.request_id, offsets))
+        known = flow.sequences or [b.received(index) for index, b in enumerate(flow.begun)]
+        offsets, digests = tuple(s.offset for s in known), tuple(s.digest for s in known)
+        call = self._call(flow)
+        if flow.proving:
+            flow.proving = call
+        self._send(Attach(call, flow.request_id, offsets, digests if any(digests) else ()))
 
     def _repeat(self, flow: Flow, now_ns: int) -> None:
         if flow.aborting and flow.accepted:
@@ -277,8 +281,8 @@ class ClientCore:
         if flow.done:
             return
         if not flow.sequences:
-            bases = [*flow.bases, *([0] * message.n)][: message.n]
-            flow.sequences = [Received(base) for base in bases]
+            begun = [*flow.begun, *([Begun()] * message.n)][: message.n]
+            flow.sequences = [one.received(index) for index, one in enumerate(begun)]
         flow.accepted, flow.seed, flow.n = True, message.seed, message.n
         flow.prompt_tokens = message.prompt_tokens
         if flow.request_id != message.request_id:
@@ -288,10 +292,16 @@ class ClientCore:
         flow.repeat_at_ns = now_ns + flow.repeat_ns
         if flow.aborting:
             self._send(Abort(self._call(flow), flow.request_id))
+        if flow.proving == message.call:
+            flow.proving = 0
+        if flow.generate is not None and message.call == flow.generate.call and flow.began:
+            # Asked for anew, as the node had forgotten it: it must be the stream that we have part of.
+            flow.proving = message.call
+            self._send_attach(flow, now_ns)
         flow.on_event()
 
     def _take(self, flow: Flow, message: Delta | Final, now_ns: int) -> None:
-        if not 0 <= message.index < len(flow.sequences):
+        if flow.proving or not 0 <= message.index < len(flow.sequences):
             return
         sequence = flow.sequences[message.index]
         have = sequence.offset
@@ -310,9 +320,7 @@ class ClientCore:
         elif message.offset == have:
             if sequence.first_ns is None and message.token_ids:
                 sequence.first_ns = now_ns
-            sequence.token_ids.extend(message.token_ids)
-            sequence.texts.append(message.text)
-            sequence.logprobs.extend(message.logprobs)
+            sequence.take(message)
             self._event(flow, message)
         elif message.offset + len(message.token_ids) > have:
             self._mend(flow, now_ns)  # part of it is known; the text cannot be cut at a token

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import cast
 
+from phalanx.protocol.digests import RunningDigest
 from phalanx.protocol.errors import Code, PhalanxError
 from phalanx.protocol.messages import (
     ChatMessage,
@@ -97,6 +98,8 @@ class Received:
     """One sequence of a flow, as far as received."""
 
     base: int = 0  # the offset of its first token here: above 0 after an Attach further on
+    # Of all its tokens from offset 0; None: those before `base` are not known here.
+    running: RunningDigest | None = None
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -106,6 +109,32 @@ class Received:
     @property
     def offset(self) -> int:
         return self.base + len(self.token_ids)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the tokens before `offset`; empty when nobody here can know it."""
+        return b"" if self.running is None or self.offset == 0 else self.running.digest()
+
+    def take(self, delta: Delta) -> None:
+        self.token_ids.extend(delta.token_ids)
+        if self.running is not None:
+            self.running.update(delta.token_ids)
+        self.texts.append(delta.text)
+        self.logprobs.extend(delta.logprobs)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the caller of `attach` has of one sequence already."""
+
+    offset: int = 0
+    token_ids: Sequence[int] | None = None  # all of them, if it still has them
+
+    def received(self, index: int) -> Received:
+        if self.token_ids is None:
+            known = self.offset == 0
+            return Received(self.offset, RunningDigest(index) if known else None)
+        return Received(len(self.token_ids), RunningDigest(index, self.token_ids))
 
 
 @dataclass(eq=False)
@@ -118,7 +147,7 @@ class Flow:
     wait_overloaded: bool
     n: int
     request_id: str = ""
-    bases: tuple[int, ...] = ()  # where an attached flow begins
+    begun: tuple[Begun, ...] = ()  # where an attached flow begins
     seed: int = 0
     prompt_tokens: int = 0
     accepted: bool = False
@@ -132,6 +161,7 @@ class Flow:
     repeat_at_ns: int = 0
     repeat_ns: int = REPEAT_NS_MIN
     attach_at_ns: int = 0  # a gap is asked for not before
+    proving: int = 0  # call of the Attach before whose answer nothing is taken; 0: none
     on_event: Callable[[], None] = lambda: None
 
     @property
@@ -139,6 +169,11 @@ class Flow:
         if self.error is not None:
             return True
         return bool(self.sequences) and all(s.final is not None for s in self.sequences)
+
+    @property
+    def began(self) -> bool:
+        """Some tokens are here."""
+        return any(s.offset > 0 for s in self.sequences)
 
     def results(self) -> list[Result]:
         """The sequences that have ended."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from phalanx.protocol.digests import DIGEST_BYTES
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import (
     Abort,
@@ -25,6 +26,7 @@ from phalanx.protocol.messages import (
     Encoded,
     EncodeFailed,
     Error,
+    Final,
     Generate,
     Health,
     HealthReply,
@@ -161,7 +163,7 @@ class Core:
             digest = digest_of(message)
             known = self._admission.known(client, message, digest)
             if isinstance(known, Request):
-                self._attach(known, client, message.call, ())
+                self._attach(known, client, message.call, now_ns)
             elif known is not None:
                 self._admission.asked_again(known, client, message)
             else:
@@ -196,21 +198,45 @@ class Core:
         request = self._admission.accept(pending)
         self._requests[request.request_id] = request
         self._accepted += 1
-        self._attach(request, pending.client, pending.message.call, ())
+        self._attach(request, pending.client, pending.message.call, now_ns)
         for stream in request.streams:
             self._placement.enqueue(stream)
         if self._closed is not None:
             self._abort_request(request, self._closed, now_ns)
 
-    def _attach(self, request: Request, client: bytes, call: int, offsets: Sequence[int]) -> None:
+    def _attach(
+        self,
+        request: Request,
+        client: bytes,
+        call: int,
+        now_ns: int,
+        offsets: Sequence[int] = (),
+        digests: Sequence[bytes] = (),
+    ) -> None:
         seed = request.entry.sampling.seed
         assert seed is not None
         entry = request.entry
         accepted = Accepted(call, entry.request_id, seed, entry.prompt_tokens, entry.n)
         self._delivery.reply(client, accepted)
-        request.attach(client, offsets)
+        request.attach(client, offsets, digests)
         self._revive(request)
+        self._compare(request, now_ns)
         self._delivery.offer(request)
+
+    def _compare(self, request: Request, now_ns: int) -> None:
+        """A reader whose tokens are not the beginning of its stream gets an error, never the rest."""
+        view = request.view
+        for stream in request.strangers():
+            assert view is not None
+            cursor = view.cursors[stream.index]
+            text = (
+                f"the {cursor} tokens that the client has are not the first {cursor} of this stream:"
+                " it is not continued; send the request again"
+            )
+            final = stream.final_of(End("error", Code.STREAM_CHANGED, text), cursor)
+            view.ends[stream.index] = final
+            if stream.final is None:
+                self._end_with(request, stream, final, now_ns)
 
     def _on_attach(self, client: bytes, message: Attach, now_ns: int) -> None:
         request = self._requests.get(message.request_id)
@@ -219,8 +245,13 @@ class Core:
         elif len(message.offsets) > request.entry.n or any(at < 0 for at in message.offsets):
             text = f"offsets are {message.offsets}; the request has {request.entry.n} sequences"
             self._error(client, message.call, Refused(Code.BAD_REQUEST, text))
+        elif len(message.digests) > len(message.offsets) or not all(
+            len(digest) in (0, DIGEST_BYTES) for digest in message.digests
+        ):
+            text = f"digests go with offsets, each of {DIGEST_BYTES} bytes or empty"
+            self._error(client, message.call, Refused(Code.BAD_REQUEST, text))
         else:
-            self._attach(request, client, message.call, message.offsets)
+            self._attach(request, client, message.call, now_ns, message.offsets, message.digests)
 
     def _on_abort(self, client: bytes, message: Abort, now_ns: int) -> None:
         request = self._requests.get(message.request_id)
@@ -374,15 +405,26 @@ class Core:
             self._ended(stream, now_ns)
         else:
             self._texts.decode(stream)
-        self._delivery.offer(self._requests[stream.request_id])
+        request = self._requests[stream.request_id]
+        self._compare(request, now_ns)
+        self._delivery.offer(request)
 
     def _fail(self, stream: Stream, end: End, now_ns: int) -> None:
         """The stream ends with an error at what was shown of it."""
         request = self._requests[stream.request_id]
-        stream.finish(end, max(len(stream.shown), _reached(request, stream)))
+        final = stream.final_of(end, max(len(stream.shown), _reached(request, stream)))
+        self._end_with(request, stream, final, now_ns)
+        self._delivery.offer(request)
+
+    def _end_with(self, request: Request, stream: Stream, final: Final, now_ns: int) -> None:
+        """End it; but what ended before and is only told again stays as it ended: `final` is for the
+        one who reads it now."""
+        if stream.recorded is not None and request.view is not None:
+            request.view.ends[stream.index] = final
+            request.view.proofs.pop(stream.index, None)
+        stream.final = stream.recorded or final
         self._placement.release(stream, "abort")
         self._ended(stream, now_ns)
-        self._delivery.offer(request)
 
     def _ended(self, stream: Stream, now_ns: int) -> None:
         assert stream.final is not None
@@ -396,6 +438,7 @@ class Core:
             self._admission.sequence_ended()
         if request.finished:
             self._keep(request, now_ns)
+        self._compare(request, now_ns)
 
     # ------------------------------------------------------------ finished requests
 
@@ -423,7 +466,7 @@ class Core:
             stream.recorded, stream.final = final, None
             stream.clear()
             stream.sampling = msgspec.structs.replace(stream.sampling, max_tokens=final.offset)
-            self._placement.enqueue(stream, priority=1)
+            self._recovering[stream.number] = stream  # it may be of other numerics
 
     # ------------------------------------------------------------ journal
 

@@ -6,10 +6,11 @@ begin again at any token offset and says exactly the same.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import (
     DecodedItem,
@@ -103,6 +104,18 @@ class Stream:
         """Ended, but what it said is not in memory (any more)."""
         return self.final is not None and len(self.shown) < self.final.offset
 
+    def continues(self, count: int, digest: bytes) -> bool | None:
+        """Whether the `count` tokens with this digest are its beginning; None: not known yet."""
+        final = self.final
+        if final is not None and final.finish_reason in ("stop", "length") and final.offset < count:
+            return False
+        if len(self.tokens) >= count:
+            return self.digest(count) == digest
+        if final is None:
+            return None
+        # The tokens are not at hand and will not come; nor will anything after them.
+        return final.offset != count or final.digest in (b"", digest)
+
     # --- from the scheduler ---
 
     def extend(self, offset: int, token_ids: Sequence[int]) -> bool:
@@ -165,7 +178,7 @@ class Stream:
                 if self.scanner.stop is not None:
                     break
         if self.recorded is not None and len(self.shown) >= self.recorded.offset:
-            self.final = self.recorded
+            self._come_to(self.recorded)
         elif self.scanner.stop is not None:
             self.finish(End("stop"), len(self.shown))
         elif flush and self.end is not None:
@@ -174,9 +187,12 @@ class Stream:
             self.finish(end, len(self.shown), tail.text)
 
     def finish(self, end: End, offset: int, text: str = "") -> None:
+        self.final = self.final_of(end, offset, text)
+
+    def final_of(self, end: End, offset: int, text: str = "") -> Final:
         prompt = self.entry.prompt_tokens
         cached = min(self.cached_tokens, prompt)
-        self.final = Final(
+        return Final(
             self.request_id,
             self.index,
             offset,
@@ -185,7 +201,23 @@ class Stream:
             text,
             end.code,
             end.error,
+            self.digest(offset) if offset <= len(self.tokens) else b"",
         )
+
+    def digest(self, count: int) -> bytes:
+        """Of its first `count` tokens."""
+        return tokens_digest(self.index, self.tokens[:count])
+
+    def _come_to(self, recorded: Final) -> None:
+        """It was made again as far as it once went: to the same end, if it is the same stream."""
+        if recorded.digest in (b"", self.digest(recorded.offset)):
+            self.final = recorded
+            return
+        text = (
+            f"made again, the first {recorded.offset} tokens are not those that it ended with before:"
+            " they cannot be told again; send the request again"
+        )
+        self.finish(End("error", Code.STREAM_CHANGED, text), recorded.offset)
 
     # --- to a client ---
 
@@ -212,6 +244,9 @@ class View:
     client: bytes
     cursors: list[int]
     finals: list[bool]
+    proofs: dict[int, bytes]  # digests of what the reader has, by index, that are not yet compared
+    # By index: the end for this reader alone, of a stream that does not continue what it has.
+    ends: dict[int, Final] = field(default_factory=dict)
 
 
 class Request:
@@ -244,12 +279,28 @@ class Request:
         """Nobody is in the middle of reading it."""
         return self.finished and (self.view is None or all(self.view.finals))
 
-    def attach(self, client: bytes, offsets: Sequence[int]) -> None:
-        """Hand the streams to `client`, each from its offset on."""
-        cursors = [*offsets, *([0] * (self.entry.n - len(offsets)))]
+    def attach(self, client: bytes, offsets: Sequence[int], digests: Sequence[bytes] = ()) -> None:
+        """Hand the streams to `client`, each from its offset on, once its digest is found right."""
+        n = self.entry.n
+        cursors = [*offsets, *([0] * (n - len(offsets)))]
         for stream, cursor in zip(self.streams, cursors, strict=True):
             stream.sent = max(stream.sent, cursor)
-        self.view = View(client, cursors, [False] * self.entry.n)
+        proofs = {index: digest for index, digest in enumerate(digests) if digest}
+        self.view = View(client, cursors, [False] * n, proofs)
+
+    def strangers(self) -> list[Stream]:
+        """Compare what the reader has, where that has become possible; the streams that are not its."""
+        view = self.view
+        found: list[Stream] = []
+        if view is None or not view.proofs:
+            return found
+        for index, proof in list(view.proofs.items()):
+            stream = self.streams[index]
+            same = stream.continues(view.cursors[index], proof)
+            if same is not None:
+                del view.proofs[index]
+                found += [] if same else [stream]
+        return found
 
     def next_message(self) -> Delta | Final | None:
         """What the reader gets next; call `handed_over` with it once it is under way."""
@@ -257,8 +308,9 @@ class Request:
         if view is None or self.held:
             return None
         for stream, cursor, told in zip(self.streams, view.cursors, view.finals, strict=True):
-            final = stream.final
-            if told or (final is None and not self.entry.stream):
+            final = view.ends.get(stream.index, stream.final)
+            compared = stream.index not in view.proofs
+            if told or not compared or (final is None and not self.entry.stream):
                 continue
             most = DELTA_TOKENS_MAX if self.entry.stream else len(stream.shown)
             if final is None or (cursor < final.offset):

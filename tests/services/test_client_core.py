@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import (
     Abort,
@@ -23,7 +24,7 @@ from phalanx.protocol.messages import (
     Usage,
 )
 from phalanx.services.client_core import ClientCore
-from phalanx.services.client_flow import Flow, GatewaySilent, RequestTimeout, Spec
+from phalanx.services.client_flow import Begun, Flow, GatewaySilent, RequestTimeout, Spec
 
 MS = 1_000_000
 DECODER = Decoder[ClientMessage](ClientMessage)
@@ -169,7 +170,13 @@ def test_a_forgotten_request_is_sent_anew_with_its_seed() -> None:
     (again,) = line.sent()
     assert isinstance(again, Generate) and again.sampling.seed == 42 and again.call != 0
     line.hears(Accepted(again.call, "r2", 42, 2, 1))
-    line.hears(msgspec.structs.replace(delta(0, 5, 6), request_id="r2"))
+    # Nothing of it is taken before the gateway has compared what is here with its beginning.
+    (prove,) = line.sent()
+    assert isinstance(prove, Attach) and prove.request_id == "r2"
+    assert (prove.offsets, prove.digests) == ((2,), (tokens_digest(0, (5, 6)),))
+    line.hears(msgspec.structs.replace(delta(0, 5, 99), request_id="r2"))
+    line.hears(msgspec.structs.replace(delta(2, 98), request_id="r2"))
+    line.hears(Accepted(prove.call, "r2", 42, 2, 1))
     line.hears(msgspec.structs.replace(delta(2, 7), request_id="r2"))
     line.hears(msgspec.structs.replace(final(3), request_id="r2"))
     assert flow.results()[0].token_ids == (5, 6, 7)
@@ -237,7 +244,7 @@ def test_silence_has_an_end_but_only_while_someone_listens() -> None:
 
 def test_an_attached_flow_begins_where_it_was_asked_to() -> None:
     line = Line()
-    flow = line.core.attach("r", (2, 0), line.now, None)
+    flow = line.core.attach("r", (Begun(2), Begun(0)), line.now, None)
     (attach,) = line.sent()
     assert isinstance(attach, Attach) and attach.offsets == (2, 0)
     line.hears(Accepted(attach.call, "r", 42, 2, 2))
@@ -250,6 +257,23 @@ def test_an_attached_flow_begins_where_it_was_asked_to() -> None:
     (attach,) = line.sent()
     line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "no such request"))
     assert isinstance(unknown.error, Refused)
+
+
+def test_an_attached_flow_that_has_its_tokens_proves_them() -> None:
+    line = Line()
+    flow = line.core.attach("r", (Begun(token_ids=(5, 6)), Begun(3)), line.now, None)
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and attach.offsets == (2, 3)
+    assert attach.digests == (tokens_digest(0, (5, 6)), b"")
+    line.hears(Accepted(attach.call, "r", 42, 2, 2))
+    line.hears(delta(2, 7))
+    line.hears(delta(3, 8, index=1))
+    line.now += 100 * MS
+    line.hears(delta(9, 9))  # a gap
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and attach.offsets == (3, 4)
+    assert attach.digests == (tokens_digest(0, (5, 6, 7)), b"")
+    assert [s.token_ids for s in flow.sequences] == [[7], [8]]
 
 
 def test_what_comes_is_never_trusted() -> None:

@@ -74,6 +74,7 @@ class Faults:
     doubling: float = 0.05
     reordering: float = 0.1
     deaths_per_s: float = 3.0
+    node_loss: float = 0.05  # a death is one of everything
     disk_full: float = 0.1
     stalls: float = 0.1
 
@@ -499,6 +500,8 @@ class World:
             self._restart_gateway,
         ]
         self.rng.choice(kinds)()
+        if self.rng.random() < self.faults.node_loss:
+            self._lose_everything()
         if self.rng.random() < self.faults.disk_full:
             self.disk.full = True
             self.after(self.rng.randint(50, 800) * MS, self._disk_again)
@@ -525,6 +528,14 @@ class World:
         if self.gateway is not None:
             self.kill_gateway()
             self.after(self.rng.randint(20, 500) * MS, self.start_gateway)
+
+    def _lose_everything(self) -> None:
+        """The whole node at once, as by a loss of power; it starts again by itself."""
+        self._restart_gateway()
+        for seat in [s for s, scheduler in self.schedulers.items() if scheduler is not None]:
+            self.kill_scheduler(seat)
+        for name in [n for n, known in self.tokenizers.items() if known is not None]:
+            self.kill_tokenizer(name)
 
     def calm(self) -> None:
         """No more faults from here on."""

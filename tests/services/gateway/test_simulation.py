@@ -203,7 +203,9 @@ def _seeds_not_derived(monkeypatch: pytest.MonkeyPatch) -> None:
 def _offsets_ignored_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Request.attach
 
-    def attach(self: Request, client: bytes, offsets: Sequence[int]) -> None:
+    def attach(
+        self: Request, client: bytes, offsets: Sequence[int], digests: Sequence[bytes] = ()
+    ) -> None:
         original(self, client, [offset + 1 for offset in offsets])
 
     monkeypatch.setattr(Request, "attach", attach)
