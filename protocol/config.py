@@ -44,6 +44,23 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     default_max_tokens: int = 256
 
 
+class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Needs the extra `http`."""
+
+    enabled: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: a free one, kept for the life of the run directory
+    keys_file: str = ""  # a line each: NAME KEY [RUNNING [WAITING]]; empty: everyone may ask
+    running_max: int = 2048  # requests at a time; further ones wait
+    waiting_max: int = 4096  # beyond: 429
+    key_running: int = 2048  # of one API key, unless its line says otherwise
+    key_waiting: int = 1024
+    max_body_bytes: int = 64 << 20
+    request_timeout_s: float = 0.0  # for requests that bring no deadline of their own; 0: none
+    keep_alive_s: float = 5.0  # a comment to a stream that has been quiet for so long
+    cors_origins: tuple[str, ...] = ()  # empty: no browser of another origin
+
+
 class KVStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool = True
     directory: str = ""  # default: RUN_DIR/kv
@@ -66,6 +83,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     kvstore: KVStoreConfig = KVStoreConfig()
+    http: HttpConfig = HttpConfig()
 
     @property
     def run_path(self) -> Path:
@@ -90,6 +108,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("tokenizers", self.tokenizers, 1 <= self.tokenizers <= 32, "1 to 32"),
         ]
         s, w, g, k = self.scheduler, self.worker, self.gateway, self.kvstore
+        h = self.http
         rules += [
             ("scheduler.max_num_seqs", s.max_num_seqs, 1 <= s.max_num_seqs <= 4096, "1 to 4096"),
             (
@@ -136,6 +155,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("gateway.default_max_tokens", g.default_max_tokens, g.default_max_tokens >= 1, ">= 1"),
             ("kvstore.max_bytes", k.max_bytes, k.max_bytes >= 16 << 20, "at least 16 MiB"),
             ("kvstore.free_floor_bytes", k.free_floor_bytes, k.free_floor_bytes >= 0, ">= 0"),
+            ("http.port", h.port, 0 <= h.port <= 65535, "0 to 65535"),
+            ("http.running_max", h.running_max, h.running_max >= 1, ">= 1"),
+            ("http.waiting_max", h.waiting_max, h.waiting_max >= 0, ">= 0"),
+            ("http.key_running", h.key_running, h.key_running >= 1, ">= 1"),
+            ("http.key_waiting", h.key_waiting, h.key_waiting >= 0, ">= 0"),
+            ("http.max_body_bytes", h.max_body_bytes, h.max_body_bytes >= 1024, ">= 1024"),
+            ("http.request_timeout_s", h.request_timeout_s, h.request_timeout_s >= 0, ">= 0"),
+            ("http.keep_alive_s", h.keep_alive_s, h.keep_alive_s >= 0.1, ">= 0.1"),
         ]
         wrong = [
             f"{name} is {value!r}, allowed: {allowed}"

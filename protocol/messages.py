@@ -42,6 +42,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     frequency_penalty: float = 0.0
     seed: int | None = None  # drawn by the gateway when absent, returned on acceptance
     max_tokens: int | None = None
+    clamp_max_tokens: bool = False  # max_tokens is lowered to what fits, in place of a refusal
     min_tokens: int = 0  # no end token, stop id or stop string counts before this many outputs
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

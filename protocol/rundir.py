@@ -14,6 +14,7 @@ EPLB_SOCKET = "eplb.sock"
 PID_FILE = "supervisor.pid"
 LOCK_FILE = "node.lock"
 LOG_DIR = "logs"
+HTTP_FILE = "http.json"  # where the HTTP server listens
 JOURNAL_FILE = "journal.sqlite"
 _LONGEST = max(
     map(len, (CLIENT_SOCKET, BUS_SOCKET, SUPERVISOR_SOCKET, KVSTORE_SOCKET, EPLB_SOCKET))

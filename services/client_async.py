@@ -50,6 +50,25 @@ class AsyncStream:
                     raise flow.error
                 return
 
+    async def batches(self, quiet_s: float | None) -> AsyncIterator[list[Delta | Final]]:
+        """As iteration, but everything that came meanwhile at once; [] when nothing came for `quiet_s`."""
+        flow = self._flow
+        while True:
+            try:
+                async with asyncio.timeout(quiet_s):
+                    await self._wait(lambda: bool(flow.events) or flow.done)
+            except TimeoutError:
+                yield []
+                continue
+            if flow.events:
+                events = list(flow.events)
+                flow.events.clear()
+                yield events
+            if flow.done and not flow.events:
+                if flow.error is not None:
+                    raise flow.error
+                return
+
     async def accepted(self) -> "AsyncStream":
         """Wait until the request is journalled: then it survives everything. Raises as iteration."""
         await self._wait(lambda: self._flow.accepted or self._flow.done)

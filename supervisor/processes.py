@@ -5,7 +5,7 @@ from typing import Literal
 
 from phalanx.protocol.config import NodeConfig
 
-Kind = Literal["worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb"]
+Kind = Literal["worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb", "http"]
 
 # Libraries start a thread pool as large as the machine in every process unless told otherwise.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -46,6 +46,8 @@ def process_table(config: NodeConfig) -> tuple[ProcessSpec, ...]:
     if config.kvstore.enabled:
         rows.append(("kvstore", "kvstore", "phalanx.kvstore_svc", -1))
     rows.append(("eplb", "eplb", "phalanx.eplb_svc", -1))
+    if config.http.enabled:
+        rows.append(("http", "http", "phalanx.services.http", -1))
     return tuple(
         ProcessSpec(
             name=name,
@@ -54,7 +56,7 @@ def process_table(config: NodeConfig) -> tuple[ProcessSpec, ...]:
             index=index,
             seat=seat,
             threads=config.worker.threads if kind == "worker" else 1,
-            essential=kind not in ("kvstore", "eplb"),
+            essential=kind not in ("kvstore", "eplb", "http"),
         )
         for index, (name, kind, module, seat) in enumerate(rows)
     )

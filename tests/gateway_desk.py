@@ -27,7 +27,7 @@ from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Op, Recovered
-from phalanx.services.gateway.model import ModelLimits
+from phalanx.services.model_limits import ModelLimits
 
 MS = 1_000_000
 CLIENT = b"client"

@@ -14,9 +14,9 @@ import msgspec
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Generate
 from phalanx.services.gateway.entries import Entry
-from phalanx.services.gateway.model import ModelLimits
 from phalanx.services.gateway.streams import Request
 from phalanx.services.gateway.validate import check, resolve
+from phalanx.services.model_limits import ModelLimits
 
 OPEN_BYTES_MAX = 1 << 30  # prompts of open requests; beyond: `overloaded`
 RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients

@@ -29,7 +29,7 @@ from phalanx.protocol.service import Service
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.journal import Journal, JournalWriter
-from phalanx.services.gateway.model import read_model
+from phalanx.services.model_limits import read_model
 
 MS = 1_000_000
 MESSAGES_PER_TURN = 512

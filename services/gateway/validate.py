@@ -25,7 +25,7 @@ from phalanx.protocol.limits import (
     TOP_LOGPROBS_MAX,
 )
 from phalanx.protocol.messages import PROTOCOL_VERSION, ChatMessage, Generate, Sampling, Span
-from phalanx.services.gateway.model import ModelLimits
+from phalanx.services.model_limits import ModelLimits
 
 GREEDY_BELOW = 1e-5  # a temperature below this is greedy: logits divided by it leave float32
 TEMPERATURE_MAX = 100.0
@@ -121,6 +121,8 @@ def sampling_for(
     max_tokens = s.max_tokens
     if max_tokens is None:
         max_tokens = max(1, min(max(default_max_tokens, s.min_tokens), room))
+    if s.clamp_max_tokens:
+        max_tokens = min(max_tokens, room)
     if max_tokens > room:
         raise _bad(
             f"prompt ({prompt_tokens} tokens) + max_tokens ({max_tokens}) ="

@@ -1,16 +1,10 @@
-"""Chat messages to prompt text, by `deepseek-recipe`: DeepSeek's own prompt encoding for V4.1.
-
-Only the template's tokens are special. What a user writes stays text, even when it spells
-`<｜Assistant｜>`: otherwise anyone could end their own turn and speak for the model.
-"""
+"""Chat messages to a rendered prompt, in DeepSeek's own prompt encoding for V4.1."""
 
 from collections.abc import Sequence
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import ChatMessage, Span
-
-# The recipe picks the prompt encoding by name and knows only its own; ours is of this family.
-RECIPE_MODEL = "DeepSeek-V4.1-Flash"
+from phalanx.services.template import RECIPE_MODEL, split
 
 
 def render(messages: Sequence[ChatMessage]) -> list[Span]:
@@ -41,17 +35,3 @@ def render(messages: Sequence[ChatMessage]) -> list[Span]:
         raise Refused(Code.BAD_REQUEST, f"messages: {error}") from error
     rendered = DeepseekV41Encoding().render_conversation(conversation)
     return split(rendered.prompt, rendered.special_ranges)
-
-
-def split(prompt: str, special_ranges: Sequence[tuple[int, int]]) -> list[Span]:
-    """Cuts a prompt at its special tokens; the ranges are ascending and disjoint, in characters."""
-    spans: list[Span] = []
-    at = 0
-    for start, end in special_ranges:
-        if start > at:
-            spans.append(Span(prompt[at:start], special=False))
-        spans.append(Span(prompt[start:end], special=True))
-        at = end
-    if at < len(prompt):
-        spans.append(Span(prompt[at:], special=False))
-    return spans

@@ -21,6 +21,7 @@ from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS
 from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
 from phalanx.protocol.rundir import LOG_DIR, prepare
+from phalanx.services.http.address import read_address, url
 from phalanx.supervisor.ask import NoAnswer, NoNode, ask, find_run_dir, is_running
 from phalanx.supervisor.commands.common import (
     check_seconds,
@@ -44,6 +45,9 @@ _POLL_S = 0.05
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)
 )
+@click.option(
+    "--http", "http_at", default=None, help="Serve HTTP at [HOST:]PORT; port 0: a free one."
+)
 @click.option("--inject", is_flag=True, default=None, help="Allow `phalanx inject`.")
 @click.option("--detach", is_flag=True, help="Return when the node is ready; it runs on.")
 @run_dir_option
@@ -53,6 +57,7 @@ def up(
     ranks: int | None,
     device: str | None,
     config_file: Path | None,
+    http_at: str | None,
     inject: bool | None,
     detach: bool,
     run_dir: Path | None,
@@ -63,8 +68,9 @@ def up(
     \b
     In the foreground it shows what runs until Ctrl-C (a second Ctrl-C stops at once).
     """
+    base = parse_config(config_file) if config_file else NodeConfig()
     config = build_config(
-        parse_config(config_file) if config_file else NodeConfig(),
+        base if http_at is None else with_http(base, http_at),
         find_run_dir(run_dir),
         {"model": model, "ranks": ranks, "device": device, "fault_injection": inject},
     )
@@ -79,17 +85,36 @@ def up(
             "ready_s": status.ready_s,
             "ranks": config.ranks,
             "phases": status.phases,
+            "http": http_address(config),
         }
         if as_json:
             print_json(report)
         else:
+            at = f", {report['http']}" if report["http"] else ""
             console.print(
-                f"ready in {status.ready_s:.1f} s: {config.ranks} ranks in {config.run_dir}"
+                f"ready in {status.ready_s:.1f} s: {config.ranks} ranks in {config.run_dir}{at}"
             )
         return
     from phalanx.supervisor.commands.foreground import run_in_foreground
 
     finish(run_in_foreground(config, as_json))
+
+
+def http_address(config: NodeConfig) -> str | None:
+    """Where a ready node serves HTTP."""
+    found = read_address(config.run_path) if config.http.enabled else None
+    return url(*found) if found else None
+
+
+def with_http(base: NodeConfig, at: str) -> NodeConfig:
+    """Raises ConfigError unless `at` is [HOST:]PORT."""
+    host, _, port = at.rpartition(":")
+    if not port.isdecimal():
+        raise ConfigError(f"--http {at!r}: expected [HOST:]PORT, for example 8000 or 0.0.0.0:8000")
+    http = msgspec.structs.replace(base.http, enabled=True, port=int(port))
+    if host:
+        http = msgspec.structs.replace(http, host=host.strip("[]"))
+    return msgspec.structs.replace(base, http=http)
 
 
 def build_config(base: NodeConfig, run_dir: Path, given: dict[str, Any]) -> NodeConfig:

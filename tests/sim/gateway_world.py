@@ -49,8 +49,8 @@ from phalanx.services.gateway.entries import (
     Recovered,
     Stamp,
 )
-from phalanx.services.gateway.model import ModelLimits
 from phalanx.services.gateway.validate import sampling_for
+from phalanx.services.model_limits import ModelLimits
 from sim.gateway_fakes import (
     EOS,
     VOCAB,

@@ -21,8 +21,8 @@ from phalanx.protocol.limits import (
     TOP_LOGPROBS_MAX,
 )
 from phalanx.protocol.messages import ChatMessage, ClientMessage, Generate, Sampling, Span
-from phalanx.services.gateway.model import ModelLimits, read_model
 from phalanx.services.gateway.validate import check, check_sampling, resolve
+from phalanx.services.model_limits import ModelLimits, read_model
 
 MODEL = ModelLimits("tiny", vocab_size=512, max_positions=256, eos_token_id=1)
 

@@ -9,8 +9,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.messages import ChatMessage, Encode
-from phalanx.services.tokenizer.chat import Span, render, split
+from phalanx.protocol.messages import ChatMessage, Encode, Span
+from phalanx.services.template import split
+from phalanx.services.tokenizer.chat import render
 from phalanx.services.tokenizer.core import DEFAULT_TOKENIZER, ModelLimits, TokenizerCore
 
 TOKENIZER = Tokenizer.from_file(str(DEFAULT_TOKENIZER))

@@ -1,4 +1,4 @@
-"""What the gateway must know of the model to judge a request, read from its config.json without torch."""
+"""What a service must know of the model to judge a request, read from its config.json without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,0 +1,273 @@
+"""Routes. A request is authenticated, understood, let in, run and answered; each step may refuse it in the
+words of the API that was called."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from phalanx.protocol.config import HttpConfig
+from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.log import Logger
+from phalanx.services.client_async import AsyncClient
+from phalanx.services.http import completions, errors, recipe
+from phalanx.services.http.errors import HttpError, bad
+from phalanx.services.http.gate import Gate
+from phalanx.services.http.keys import Keys
+from phalanx.services.http.replies import Asked
+from phalanx.services.http.running import Running, document_of, stream_of
+from phalanx.services.http.tokens import Tokens
+from phalanx.services.template import RECIPE_MODEL
+
+HEALTH_S = 0.5  # an answer that comes later is no sign of health
+REQUEST_ID_CHARS_MAX = 128
+_Body = Callable[[HttpError], dict[str, Any]]
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; at their end, or when the client leaves, everything they hold is let go."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        whole: contextlib.AsyncExitStack,
+        headers: dict[str, str],
+    ) -> None:
+        more = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(events, headers=headers | more, media_type="text/event-stream")
+        self._whole = whole
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._whole:
+            await super().__call__(scope, receive, send)
+
+
+@dataclass
+class Server:
+    """What the routes share."""
+
+    config: HttpConfig
+    client: AsyncClient
+    gate: Gate
+    keys: Keys
+    model: recipe.Model
+    tokens: Tokens
+    log: Logger
+    stopping: bool = False
+
+    def app(self) -> Starlette:
+        chat, messages = self._route(recipe.CHAT), self._route(recipe.MESSAGES)
+        responses = self._route(recipe.RESPONSES)
+        routes = [
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/messages", messages, methods=["POST"]),
+            Route("/v1/responses", responses, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
+            Route("/v1/messages/count_tokens", self._guarded(self._count), methods=["POST"]),
+            Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+        ]
+        origins = list(self.config.cors_origins)
+        cors = Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+        return Starlette(routes=routes, middleware=[cors] if origins else [])
+
+    # ------------------------------------------------------------ generation
+
+    def _route(self, api: recipe.Api) -> Callable[[Request], Awaitable[Response]]:
+        words = errors.anthropic_body if api is recipe.MESSAGES else errors.openai_body
+
+        async def handle(request: Request) -> Response:
+            return await self._generate(
+                request, words, lambda body: recipe.ask(api, body, self.model)
+            )
+
+        return handle
+
+    async def _completions(self, request: Request) -> Response:
+        def ask(body: dict[str, Any]) -> Asked:
+            return completions.ask(body, self.model.name, self.tokens.words)
+
+        return await self._generate(request, errors.openai_body, ask)
+
+    async def _generate(
+        self, request: Request, words: _Body, ask: Callable[[dict[str, Any]], Asked]
+    ) -> Response:
+        request_id = _request_id(request)
+        headers = {"x-request-id": request_id}
+        # Its `finally` is the end of the request: for a stream long after this function returned.
+        whole = contextlib.AsyncExitStack()
+        try:
+            who = self.keys.who(request.headers)
+            if self.stopping:
+                raise HttpError(503, "shutdown", "the server is stopping", retry_after_s=5)
+            body = await self._body(request)
+            self._check_model(body)
+            asked = ask(body)
+            timeout_s = self._timeout_s(request, body)
+            await self._while_connected(request, whole.enter_async_context(self.gate.place(who)))
+            running = Running(self.client, asked.specs, timeout_s)
+            whole.callback(running.abandon)
+            started = await self._while_connected(request, running.accepted())
+            self.log.info(
+                "accepted", http_id=request_id, requests=[s.request_id for s in started], key=who
+            )
+            reply = asked.reply()
+            if asked.stream:
+                events = stream_of(running, reply, started, self.config.keep_alive_s)
+                return EventStream(
+                    events,
+                    whole.pop_all(),
+                    headers,
+                )
+            document = await self._while_connected(request, document_of(running, reply, started))
+            return _json(document, headers=headers)
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except PhalanxError as error:
+            failed = errors.of(error)
+            if failed.status >= 500:
+                self.log.warning("failed", http_id=request_id, error=failed.text)
+            return _json(words(failed), failed.status, {**headers, **failed.headers})
+        finally:
+            await whole.aclose()
+
+    async def _while_connected(self, request: Request, work: Awaitable[Any]) -> Any:
+        """The work's result. Raises ClientDisconnect when the client leaves before it is done."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(request.receive())
+        try:
+            while True:
+                await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    return task.result()
+                if gone.result()["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                gone = asyncio.ensure_future(request.receive())
+        finally:
+            for pending in (task, gone):
+                if not pending.done():
+                    pending.cancel()
+                    with contextlib.suppress(asyncio.CancelledError, PhalanxError):
+                        await pending
+
+    # ------------------------------------------------------------ other questions
+
+    def _guarded(
+        self, handle: Callable[[Request], Awaitable[dict[str, Any]]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def guarded(request: Request) -> Response:
+            headers = {"x-request-id": _request_id(request)}
+            try:
+                self.keys.who(request.headers)
+                return _json(await handle(request), headers=headers)
+            except PhalanxError as error:
+                failed = errors.of(error)
+                body = errors.openai_body(failed)
+                return _json(body, failed.status, {**headers, **failed.headers})
+
+        return guarded
+
+    async def _models(self, request: Request) -> dict[str, Any]:
+        return {"object": "list", "data": [self._card()]}
+
+    async def _one_model(self, request: Request) -> dict[str, Any]:
+        self._check_model({"model": request.path_params["name"]})
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self.model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "phalanx",
+            "max_model_len": self.model.max_positions,
+        }
+
+    async def _tokenize(self, request: Request) -> dict[str, Any]:
+        return await self.tokens.tokenize(await self._body(request), self.model)
+
+    async def _detokenize(self, request: Request) -> dict[str, Any]:
+        return await self.tokens.detokenize(await self._body(request))
+
+    async def _count(self, request: Request) -> dict[str, Any]:
+        body = await self._body(request)
+        asked = recipe.ask(recipe.MESSAGES, {"max_tokens": 1} | body, self.model)
+        return {"input_tokens": len(await self.tokens.encode_spans(asked.specs[0].prompt))}
+
+    async def _health(self, request: Request) -> Response:
+        try:
+            health = await self.client.health(timeout=HEALTH_S)
+        except PhalanxError as error:
+            return _json({"healthy": False, "reasons": [f"gateway: {error}"]}, 503)
+        status = 200 if health.healthy and not self.stopping else 503
+        body = {
+            "healthy": status == 200,
+            "epoch": health.epoch,
+            "model": health.model,
+            "reasons": list(health.reasons),
+        }
+        return _json(body, status)
+
+    # ------------------------------------------------------------ bodies
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The body as a JSON object. Raises HttpError 400 or 413."""
+        most = self.config.max_body_bytes
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise HttpError(413, "too_large", f"the body has more than {most} bytes")
+            parts.append(part)
+        try:
+            return msgspec.json.decode(b"".join(parts), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise bad(f"the body is not a JSON object: {error}") from error
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        name = body.get("model", self.model.name)
+        if name not in (self.model.name, RECIPE_MODEL):
+            text = f"the model {name!r} is not served here, {self.model.name!r} is"
+            raise HttpError(404, "model_not_found", text, param="model")
+
+    def _timeout_s(self, request: Request, body: dict[str, Any]) -> float | None:
+        """The request's own deadline: header `x-request-timeout` or field `timeout`, in seconds."""
+        given = request.headers.get("x-request-timeout", body.get("timeout"))
+        if given is None:
+            return self.config.request_timeout_s or None
+        try:
+            seconds = float(given)
+        except (TypeError, ValueError) as error:
+            raise bad(f"timeout is {given!r}, it must be a number of seconds") from error
+        if not 0 < seconds <= 1e7:
+            raise bad(f"timeout is {given} s, it must be above 0 and at most 1e7", "timeout")
+        return seconds
+
+
+def _request_id(request: Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    usable = given.isascii() and given.isprintable() and len(given) <= REQUEST_ID_CHARS_MAX
+    return given if given and usable else f"req_{token_hex(12)}"
+
+
+def _json(
+    document: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(document), status, headers, media_type="application/json")

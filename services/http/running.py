@@ -1,0 +1,117 @@
+"""A request on its way through the node: streams merged, the reply written, everything let go at the end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.messages import Delta, Final
+from phalanx.services.client_async import AsyncClient, AsyncStream
+from phalanx.services.client_flow import Spec
+from phalanx.services.http import errors
+from phalanx.services.http.replies import Reply, Started, joined
+
+_KEEP_ALIVE = b": keep-alive\n\n"
+
+
+class Running:
+    """The streams of one HTTP request: one a prompt."""
+
+    def __init__(self, client: AsyncClient, specs: Sequence[Spec], timeout_s: float | None) -> None:
+        """Raises Refused when a request cannot be sent at all."""
+        self._streams: list[AsyncStream] = []
+        try:
+            for spec in specs:
+                self._streams.append(client.generate(spec, timeout=timeout_s))
+        except PhalanxError:
+            self.abandon()
+            raise
+
+    async def accepted(self) -> list[Started]:
+        """Raises HttpError; nothing runs then."""
+        try:
+            for stream in self._streams:
+                await stream.accepted()
+        except PhalanxError as error:
+            self.abandon()
+            raise errors.of(error) from error
+        return [Started(stream.request_id, stream.prompt_tokens) for stream in self._streams]
+
+    def abandon(self) -> None:
+        """End what still runs: nobody reads it any more."""
+        for stream in self._streams:
+            stream.abort()
+
+    async def batches(self, quiet_s: float) -> AsyncIterator[tuple[int, list[Delta | Final]]]:
+        """(prompt, its new events); (-1, []) when nothing came for `quiet_s`. Raises PhalanxError."""
+        if len(self._streams) == 1:
+            async for events in self._streams[0].batches(quiet_s):
+                yield (0, events) if events else (-1, [])
+            return
+        queue: asyncio.Queue[tuple[int, list[Delta | Final] | PhalanxError | None]]
+        queue = asyncio.Queue()
+
+        async def forward(number: int, stream: AsyncStream) -> None:
+            try:
+                async for events in stream.batches(None):
+                    queue.put_nowait((number, events))
+                queue.put_nowait((number, None))
+            except PhalanxError as error:
+                queue.put_nowait((number, error))
+
+        tasks = [
+            asyncio.create_task(forward(number, stream))
+            for number, stream in enumerate(self._streams)
+        ]
+        try:
+            left = len(tasks)
+            while left:
+                try:
+                    async with asyncio.timeout(quiet_s):
+                        number, found = await queue.get()
+                except TimeoutError:
+                    yield -1, []
+                    continue
+                if isinstance(found, PhalanxError):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield number, found
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def stream_of(
+    running: Running, reply: Reply, started: list[Started], keep_alive_s: float
+) -> AsyncIterator[bytes]:
+    """The reply as server-sent events. A pause of the node is bridged with comments."""
+    try:
+        yield b"".join(event.encode() for event in reply.begin(started))
+        async for prompt, events in running.batches(keep_alive_s):
+            if not events:
+                yield _KEEP_ALIVE
+                continue
+            said = [sse for event in joined(events) for sse in reply.take(prompt, event)]
+            if said:
+                yield b"".join(event.encode() for event in said)
+        yield b"".join(event.encode() for event in reply.end())
+    except PhalanxError as error:
+        yield b"".join(event.encode() for event in reply.fail(errors.of(error)))
+    finally:
+        running.abandon()
+
+
+async def document_of(running: Running, reply: Reply, started: list[Started]) -> dict[str, Any]:
+    """The whole reply. Raises HttpError."""
+    try:
+        reply.begin(started)
+        async for prompt, events in running.batches(3600.0):
+            for event in joined(events):
+                reply.take(prompt, event)
+        return reply.document()
+    except PhalanxError as error:
+        raise errors.of(error) from error
+    finally:
+        running.abandon()
