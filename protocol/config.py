@@ -42,6 +42,10 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_open_requests: int = OPEN_REQUESTS_MAX
     journal_ttl_s: int = 3600  # finished and abandoned journal entries are deleted after this
     default_max_tokens: int = 256
+    # What `phalanx replay` can run again: ended requests, the memory for their tokens, and for how long.
+    history_requests: int = 1024
+    history_bytes: int = 64 << 20
+    history_ttl_s: int = 3600
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +157,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("gateway.max_open_requests", g.max_open_requests, g.max_open_requests >= 1, ">= 1"),
             ("gateway.journal_ttl_s", g.journal_ttl_s, g.journal_ttl_s >= 1, ">= 1"),
             ("gateway.default_max_tokens", g.default_max_tokens, g.default_max_tokens >= 1, ">= 1"),
+            ("gateway.history_requests", g.history_requests, g.history_requests >= 0, ">= 0"),
+            ("gateway.history_bytes", g.history_bytes, g.history_bytes >= 0, ">= 0"),
+            ("gateway.history_ttl_s", g.history_ttl_s, g.history_ttl_s >= 0, ">= 0"),
             ("kvstore.max_bytes", k.max_bytes, k.max_bytes >= 16 << 20, "at least 16 MiB"),
             ("kvstore.free_floor_bytes", k.free_floor_bytes, k.free_floor_bytes >= 0, ">= 0"),
             ("http.port", h.port, 0 <= h.port <= 65535, "0 to 65535"),

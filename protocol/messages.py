@@ -163,6 +163,41 @@ class Attach(Message, frozen=True):
     digests: tuple[bytes, ...] = ()  # of the tokens before each offset; empty: not compared
 
 
+class Replay(Message, frozen=True):
+    """Run a request that has ended again and compare. Answer, when that is done: Replayed or Error."""
+
+    call: int
+    request_id: str  # or the beginning of it, if only one begins so
+    seat: int = -1  # the rank that shall run it; -1: any
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Where a second run of a sequence departs from what was delivered."""
+
+    at: int  # index of the output; its number of tokens when only the digest is known
+    what: Literal["token", "logprobs", "length", "digest", "error"]
+    delivered: str
+    replayed: str
+
+
+class ReplayedSequence(msgspec.Struct, frozen=True):
+    index: int
+    tokens: int  # of the outputs delivered: so many were made again
+    compared: Literal["tokens", "digest"]  # digest: the tokens themselves are no longer kept
+    logprobs: int  # outputs whose log-probabilities were compared as well
+    seat: int  # that ran it, at last
+    difference: Difference | None = None
+
+
+class Replayed(Message, frozen=True):
+    call: int
+    request_id: str
+    equal: bool
+    sequences: tuple[ReplayedSequence, ...]
+    fingerprint: str  # of the numerics now
+    fingerprint_then: str  # and of those that the request was accepted under
+
+
 class Stats(Message, frozen=True):
     call: int
 
@@ -196,8 +231,8 @@ class Done(Message, frozen=True):
     call: int
 
 
-ClientMessage = Generate | Abort | Attach | Stats | Health
-ClientReply = Accepted | Error | Delta | Final | StatsReply | HealthReply | Done
+ClientMessage = Generate | Abort | Attach | Replay | Stats | Health
+ClientReply = Accepted | Error | Delta | Final | Replayed | StatsReply | HealthReply | Done
 
 # ---------------------------------------------------------------- gateway <-> its services (the bus)
 

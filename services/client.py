@@ -27,13 +27,15 @@ from phalanx.protocol.messages import (
     Final,
     Health,
     HealthReply,
+    Replay,
+    Replayed,
     Sampling,
     Stats,
     StatsReply,
     Usage,
 )
 from phalanx.protocol.rundir import CLIENT_SOCKET, endpoint
-from phalanx.services.client_core import ClientCore, Question
+from phalanx.services.client_core import Asking, ClientCore, Question
 from phalanx.services.client_flow import (
     Begun,
     Flow,
@@ -58,9 +60,10 @@ __all__ = [
 
 SILENCE_S = 60.0
 ANSWER_S = 5.0  # for questions that the gateway answers at once
+REPLAY_S = 600.0  # for a request to run again
 CONCURRENCY = 5_000
 _FRAMES_PER_TURN = 1_000
-_Reply = TypeVar("_Reply", StatsReply, HealthReply, Done)
+_Reply = TypeVar("_Reply", Replayed, StatsReply, HealthReply, Done)
 
 
 class Stream:
@@ -211,6 +214,18 @@ class Client:
         """End a request of anyone. Raises Refused when it is unknown."""
         self._ask(lambda call: Abort(call, request_id), Done, timeout)
 
+    def replay(self, request_id: str, *, seat: int = -1, timeout: float = REPLAY_S) -> Replayed:
+        """Run a request that has ended again, on any rank or on `seat`, and tell what differs.
+
+        Args:
+            request_id: or the beginning of it, if only one begins so.
+
+        Raises:
+            Refused: it has not ended, or is no longer kept, or the node takes no replay now.
+            GatewaySilent: it took more than `timeout` seconds.
+        """
+        return self._ask(lambda call: Replay(call, request_id, seat), Replayed, timeout)
+
     def stats(self, *, timeout: float = ANSWER_S) -> StatsReply:
         return self._ask(Stats, StatsReply, timeout)
 
@@ -261,7 +276,7 @@ class Client:
 
     def _ask(
         self,
-        make: Callable[[int], Abort | Stats | Health],
+        make: Callable[[int], Asking],
         kind: type[_Reply],
         timeout: float,
     ) -> _Reply:

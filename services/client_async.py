@@ -18,16 +18,26 @@ from phalanx.protocol.messages import (
     Final,
     Health,
     HealthReply,
+    Replay,
+    Replayed,
     Stats,
     StatsReply,
 )
-from phalanx.services.client import ANSWER_S, SILENCE_S, answer, begun_at, connect, make_spec
-from phalanx.services.client_core import ClientCore
+from phalanx.services.client import (
+    ANSWER_S,
+    REPLAY_S,
+    SILENCE_S,
+    answer,
+    begun_at,
+    connect,
+    make_spec,
+)
+from phalanx.services.client_core import Asking, ClientCore
 from phalanx.services.client_flow import Flow, GatewaySilent, Prompt, Result, Spec
 
 _FRAMES_PER_TURN = 200
 _FULL_S = 0.01  # until a full connection is offered the rest
-_Reply = TypeVar("_Reply", StatsReply, HealthReply, Done)
+_Reply = TypeVar("_Reply", Replayed, StatsReply, HealthReply, Done)
 
 
 class AsyncStream:
@@ -148,6 +158,12 @@ class AsyncClient:
     async def abort(self, request_id: str, *, timeout: float = ANSWER_S) -> None:
         await self._ask(lambda call: Abort(call, request_id), Done, timeout)
 
+    async def replay(
+        self, request_id: str, *, seat: int = -1, timeout: float = REPLAY_S
+    ) -> Replayed:
+        """Run a request that has ended again. See `client.Client.replay`."""
+        return await self._ask(lambda call: Replay(call, request_id, seat), Replayed, timeout)
+
     async def stats(self, *, timeout: float = ANSWER_S) -> StatsReply:
         return await self._ask(Stats, StatsReply, timeout)
 
@@ -185,7 +201,7 @@ class AsyncClient:
         self._run()
 
     async def _ask(
-        self, make: Callable[[int], Abort | Stats | Health], kind: type[_Reply], timeout: float
+        self, make: Callable[[int], Asking], kind: type[_Reply], timeout: float
     ) -> _Reply:
         question = self._core.ask(make, time.monotonic_ns())
         changed = asyncio.Event()

@@ -31,6 +31,8 @@ from phalanx.protocol.messages import (
     Final,
     Health,
     HealthReply,
+    Replay,
+    Replayed,
     Stats,
     StatsReply,
 )
@@ -53,12 +55,16 @@ ORPHANS_MAX = 10_000
 WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
 
 
+Asking = Abort | Replay | Stats | Health
+Answer = Replayed | StatsReply | HealthReply | Done
+
+
 @dataclass(eq=False)
 class Question:
     """A call with one answer."""
 
-    message: Abort | Stats | Health
-    reply: StatsReply | HealthReply | Done | Error | None = None
+    message: Asking
+    reply: Answer | Error | None = None
     repeat_at_ns: int = 0
     on_event: Callable[[], None] = lambda: None
 
@@ -128,7 +134,7 @@ class ClientCore:
             if flow.accepted:
                 self._send(Abort(self._call(flow), flow.request_id))
 
-    def ask(self, make: Callable[[int], Abort | Stats | Health], now_ns: int) -> Question:
+    def ask(self, make: Callable[[int], Asking], now_ns: int) -> Question:
         self._last_call += 1
         question = Question(make(self._last_call), repeat_at_ns=now_ns + PING_NS)
         self._questions[self._last_call] = question
@@ -175,7 +181,7 @@ class ClientCore:
                     self._send(Abort(self._last_call, message.request_id))
             case Error():
                 self._on_error(message, now_ns)
-            case HealthReply() | StatsReply() | Done():
+            case HealthReply() | Replayed() | StatsReply() | Done():
                 if isinstance(message, HealthReply):
                     self._on_incarnation(message.gateway_incarnation, now_ns)
                 self._answer(message)
@@ -363,7 +369,7 @@ class ClientCore:
         else:
             self._fail(flow, Refused(error.code, error.message, error.retry_after_ms))
 
-    def _answer(self, message: StatsReply | HealthReply | Done | Error) -> None:
+    def _answer(self, message: Answer | Error) -> None:
         question = self._questions.pop(message.call, None)
         if question is not None:
             question.reply = message

@@ -25,6 +25,7 @@ _COMMANDS = {
     "doctor": "doctor",
     "inspect": "model",
     "inject": "inject",
+    "replay": "replay",
     "chaos": "chaos",
     "bench": "bench",
 }

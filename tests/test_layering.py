@@ -33,6 +33,8 @@ PURE = {
     "client_flow.py",
     "delivery.py",
     "entries.py",
+    "history.py",
+    "replays.py",
     "kept.py",
     "ledger.py",
     "seats.py",

@@ -31,6 +31,9 @@ class Settings:
     keep_undelivered_s: int  # as the journal
     seat_capacity: int  # sequences given to one rank at a time; the rest waits here
     draw: Callable[[int], int]  # random bits
+    history_requests: int = 1024  # ended ones that can be run again and compared
+    history_bytes: int = 64 << 20
+    history_ttl_s: int = 3600
 
 
 @dataclass(eq=False)
@@ -83,7 +86,7 @@ class Admission:
         check(message, self._settings.model)
         nbytes = _prompt_bytes(message)
         self._check_room(message, nbytes)
-        pending = Pending(self._number(message.n), client, message, digest, nbytes)
+        pending = Pending(self.number(message.n), client, message, digest, nbytes)
         self.pending[pending.number] = pending
         self._by_call[client, message.call] = pending
         if message.key:
@@ -141,7 +144,7 @@ class Admission:
 
     def recover(self, entry: Entry) -> Request:
         """A request of the last gateway, all of whose sequences count as open until told otherwise."""
-        request = Request(entry, self._number(entry.n))
+        request = Request(entry, self.number(entry.n))
         self.sequences += entry.n
         self.nbytes += len(entry.prompt)
         if entry.key:
@@ -162,7 +165,8 @@ class Admission:
 
     # --- inside ---
 
-    def _number(self, n: int) -> int:
+    def number(self, n: int) -> int:
+        """The first of `n` numbers for streams that nobody had before."""
         number = self._next_number
         self._next_number += n
         return number

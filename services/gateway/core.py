@@ -34,6 +34,7 @@ from phalanx.protocol.messages import (
     Hello,
     Ping,
     Refusal,
+    Replay,
     SeatLoad,
     SequenceList,
     Stats,
@@ -52,9 +53,11 @@ from phalanx.services.gateway.admission import (
 )
 from phalanx.services.gateway.delivery import Delivery, Send
 from phalanx.services.gateway.entries import Accept, Alive, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.history import History, Past, check_comparable
 from phalanx.services.gateway.kept import Kept
 from phalanx.services.gateway.ledger import Ledger
 from phalanx.services.gateway.placement import Placement, ids_of
+from phalanx.services.gateway.replays import Replays, Run
 from phalanx.services.gateway.streams import End, Request, Stream
 from phalanx.services.gateway.texts import EncodeJob, Texts
 
@@ -83,6 +86,10 @@ class Core:
         )
         self._delivery = Delivery()
         self._kept = Kept(settings.keep_undelivered_s * 1000 * MS)
+        self._history = History(
+            settings.history_requests, settings.history_bytes, settings.history_ttl_s * 1000 * MS
+        )
+        self._replays = Replays(settings.draw, self._admission.number)
         self._requests: dict[str, Request] = {}
         self._abort_calls: dict[str, list[tuple[bytes, int]]] = {}  # to be answered when durable
         self._hellos: dict[str, int] = {}  # newest incarnation of each service
@@ -109,7 +116,7 @@ class Core:
             self._end_recovery(now_ns)
         self._placement.dispatch(now_ns)
         for stream in self._placement.take_ended():
-            self._texts.decode(stream)
+            self._produced(stream)
         self._texts.dispatch(now_ns)
         self._give_up_jobs(now_ns)
 
@@ -137,7 +144,8 @@ class Core:
     @property
     def idle(self) -> bool:
         """Nothing is open and everything that can be told was told."""
-        return self._admission.sequences == 0 and self._ledger.idle and self._delivery.idle
+        open_here = self._admission.sequences or not self._replays.idle
+        return not open_here and self._ledger.idle and self._delivery.idle
 
     # ------------------------------------------------------------ clients
 
@@ -149,6 +157,8 @@ class Core:
                 self._on_abort(client, message, now_ns)
             case Attach():
                 self._on_attach(client, message, now_ns)
+            case Replay():
+                self._on_replay(client, message)
             case Stats():
                 self._delivery.reply(client, self._stats(message.call))
             case Health():
@@ -388,14 +398,19 @@ class Core:
 
     def _find(self, request_id: str, index: int) -> Stream | None:
         request = self._requests.get(request_id)
-        if request is None or not 0 <= index < request.entry.n:
+        if request is None:
+            return self._replays.find(request_id, index)
+        if not 0 <= index < request.entry.n:
             return None
         return request.streams[index]
 
     # ------------------------------------------------------------ streams
 
     def _produced(self, stream: Stream) -> None:
-        self._texts.decode(stream)
+        if stream.silent:
+            self._replayed(stream)
+        else:
+            self._texts.decode(stream)
 
     def _shown(self, stream: Stream, now_ns: int) -> None:
         """The stream has new text, or its end."""
@@ -411,6 +426,10 @@ class Core:
 
     def _fail(self, stream: Stream, end: End, now_ns: int) -> None:
         """The stream ends with an error at what was shown of it."""
+        if stream.silent:
+            stream.end = end
+            self._replayed(stream)
+            return
         request = self._requests[stream.request_id]
         final = stream.final_of(end, max(len(stream.shown), _reached(request, stream)))
         self._end_with(request, stream, final, now_ns)
@@ -447,7 +466,8 @@ class Core:
             self._admission.request_ended(request)
         self._kept.keep(request, now_ns)
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: Request, now_ns: int) -> None:
+        self._history.add(Past.of(request), now_ns)
         self._kept.forget(request)
         self._admission.forget(request)
         del self._requests[request.request_id]
@@ -467,6 +487,70 @@ class Core:
             stream.clear()
             stream.sampling = msgspec.structs.replace(stream.sampling, max_tokens=final.offset)
             self._recovering[stream.number] = stream  # it may be of other numerics
+
+    # ------------------------------------------------------------ replays
+
+    def _on_replay(self, client: bytes, message: Replay) -> None:
+        if self._replays.asked(client, message.call):
+            return  # the answer comes when it is done
+        try:
+            if self._admission.draining:
+                raise Refused(Code.SHUTDOWN, "the node is shutting down and runs nothing again")
+            past = self._past(message.request_id)
+            if past.entry.model != self._model.name:
+                text = (
+                    f"it was served by the model {past.entry.model!r}, this is {self._model.name!r}"
+                )
+                raise Refused(Code.UNKNOWN_MODEL, text)
+            check_comparable(past)
+            run = self._replays.start(past, message.seat)
+        except Refused as refused:
+            self._error(client, message.call, refused)
+            return
+        run.askers.append((client, message.call))
+        for stream in run.streams:
+            self._placement.enqueue(stream)
+        self._finish_replay(run)  # of nothing, if no token was delivered
+
+    def _past(self, request_id: str) -> Past:
+        """The ended request of this id, or the only one whose id begins so. Raises Refused."""
+        known = self._requests.get(request_id)
+        mine = [known] if known is not None else []
+        if not mine and request_id:
+            mine = [r for other, r in self._requests.items() if other.startswith(request_id)]
+        past = [Past.of(request) for request in mine if request.ended]
+        past += [] if known is not None else self._history.find(request_id)
+        if request_id and len(past) == 1 and len(mine) <= 1:
+            return past[0]
+        if mine and not past:
+            text = f"the request {request_id!r} has not ended yet: there is nothing to compare with"
+            raise Refused(Code.NOT_READY, text)
+        if past:
+            raise Refused(Code.BAD_REQUEST, f"more than one request begins with {request_id!r}")
+        text = (
+            f"no ended request {request_id!r} is kept; kept are {self._history.describe()}"
+            " (gateway.history_* in the configuration)"
+        )
+        raise Refused(Code.UNKNOWN_REQUEST, text)
+
+    def _replayed(self, stream: Stream) -> None:
+        """A stream of a replay has new tokens, or its end."""
+        run = self._replays.of(stream)
+        if run is not None and stream.end is not None:
+            self._finish_replay(run)
+
+    def _finish_replay(self, run: Run) -> None:
+        if not run.done:
+            return
+        self._end_replay(run)
+        for client, call in run.askers:
+            self._delivery.reply(client, run.report(call, self._fingerprint))
+
+    def _end_replay(self, run: Run) -> None:
+        self._replays.end(run)
+        for stream in run.streams:
+            self._placement.release(stream, "abort")
+            stream.end = stream.end or End("abort")  # nor is it placed, if it waits
 
     # ------------------------------------------------------------ journal
 
@@ -532,7 +616,8 @@ class Core:
         for client, stalled_ms in self._delivery.given_up(now_ns):
             self._give_up_client(client, stalled_ms, now_ns)
         for request in self._kept.old(now_ns):
-            self._forget(request)
+            self._forget(request, now_ns)
+        self._history.expire(now_ns)
         if now_ns >= self._alive_at_ns and self._admission.sequences:
             self._alive_at_ns = now_ns + self._settings.keep_undelivered_s * 1000 * MS // 4
             self._ledger.add(Alive())
@@ -568,6 +653,10 @@ class Core:
                 self._refuse(pending, Refused(Code.SHUTDOWN, text))
         for request in list(self._requests.values()):
             self._abort_request(request, self._closed, now_ns)
+        for run in self._replays:
+            self._end_replay(run)
+            for client, call in run.askers:
+                self._error(client, call, Refused(Code.SHUTDOWN, text))
 
     def _to_bus(self, peer: bytes, message: BusFromGateway) -> None:
         self._bus.append((peer, message))

@@ -160,6 +160,9 @@ def settings_of(service: Service) -> Settings:
         keep_undelivered_s=config.gateway.journal_ttl_s,
         seat_capacity=min(SEAT_DEPTH * scheduler.max_num_seqs, scheduler.max_waiting),
         draw=randbits,
+        history_requests=config.gateway.history_requests,
+        history_bytes=config.gateway.history_bytes,
+        history_ttl_s=config.gateway.history_ttl_s,
     )
 
 

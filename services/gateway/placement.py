@@ -70,6 +70,7 @@ class Placement:
         self._aborts: dict[int, tuple[int, AbortSequence, int]] = {}
         self._aborting: set[tuple[str, int, int]] = set()
         self._seen: dict[bytes, list[tuple[str, int, int]]] = {}
+        self._pinned: list[Stream] = []  # wait for one certain seat
         self._ended: list[Stream] = []
         self._newest = ("", -1)  # (request id, seat) of the sequence placed last
         self._last_call = 0
@@ -117,24 +118,31 @@ class Placement:
         """What ran there goes elsewhere, ahead of new arrivals."""
         for stream in list(seat.streams.values()):
             self._unplace(stream)
-            if stream.falls_in_vain() > FALLS_MAX:
+            if stream.pin is not None:
+                self._give_up(stream, _lost_seat(seat.number))
+            elif stream.falls_in_vain() > FALLS_MAX:
                 text = (
                     f"the rank that computed it fell {FALLS_MAX + 1} times in a row before a new token"
                     " came; it is given up, so that the others can go on"
                 )
-                stream.end = End("error", Code.INTERNAL, text)
-                self._ended.append(stream)
+                self._give_up(stream, End("error", Code.INTERNAL, text))
             else:
                 self.enqueue(stream, priority=1)
+
+    def _give_up(self, stream: Stream, end: End) -> None:
+        stream.end = end
+        self._ended.append(stream)
 
     # --- placing ---
 
     def enqueue(self, stream: Stream, priority: int = 0) -> None:
         if stream.final is not None or stream.end is not None:
             return
+        if stream.pin is not None:
+            self._pinned.append(stream)
+            return
         if stream.tokens and (end := stream.implied_end(self._eos_token_id)) is not None:
-            stream.end = end
-            self._ended.append(stream)
+            self._give_up(stream, end)
             return
         stream.priority = max(stream.priority, priority)
         self._pushes += 1
@@ -142,6 +150,9 @@ class Placement:
 
     def dispatch(self, now_ns: int) -> None:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
+        pinned, self._pinned = self._pinned, []
+        for stream in pinned:
+            self._place_pinned(stream, now_ns)
         while self._waiting:
             stream = self._waiting[0][-1]
             if stream.final is not None or stream.place is not None or stream.end is not None:
@@ -156,6 +167,17 @@ class Placement:
         for peer, sequences in self._seen.items():
             self._send(peer, FinalSeen(tuple(sequences)))
         self._seen.clear()
+
+    def _place_pinned(self, stream: Stream, now_ns: int) -> None:
+        if stream.final is not None or stream.end is not None or stream.pin is None:
+            return
+        seat = self.seats.by_number.get(stream.pin)
+        if seat is None or not (seat.peer and seat.member):
+            self._give_up(stream, _lost_seat(stream.pin))
+        elif seat.takes(now_ns):
+            self._submit(stream, seat, now_ns)
+        else:
+            self._pinned.append(stream)
 
     def _seat_for(self, stream: Stream, now_ns: int) -> Seat | None:
         """The least loaded seat; but a new sequence goes where the one before it of the same request
@@ -177,6 +199,7 @@ class Placement:
             seat.number, seat.incarnation, stream.attempt, self._last_call, False, now_ns + RETRY_NS
         )
         seat.streams[stream.number] = stream
+        stream.seat = seat.number
         self._calls[self._last_call] = stream
         self._send_submit(stream, seat)
 
@@ -202,6 +225,7 @@ class Placement:
             seat.number, seat.incarnation, attempt, self._last_call, True, now_ns + QUIET_NS
         )
         seat.streams[stream.number] = stream
+        stream.seat = seat.number
 
     def release(self, stream: Stream, reason: FinishReason | None = None) -> None:
         """The stream is over. With a `reason` its scheduler is told to end it as well."""
@@ -449,6 +473,10 @@ class Placement:
             self._send_submit(stream, seat)
         place.quiet += 1
         place.repeat_at_ns = now_ns + min(QUIET_NS << place.quiet, QUIET_NS_MAX)
+
+
+def _lost_seat(number: int) -> End:
+    return End("error", Code.NOT_READY, f"rank {number} is not in the group, or left it meanwhile")
 
 
 def ids_of(encoded: bytes) -> tuple[int, ...]:

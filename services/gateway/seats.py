@@ -29,6 +29,17 @@ class Seat:
         """It said what it runs, or nobody is there to say."""
         return self.listed or not (self.peer or self.member)
 
+    def takes(self, now_ns: int) -> bool:
+        """Its scheduler and its worker are there and take sequences."""
+        return (
+            bool(self.peer)
+            and self.member
+            and self.load is not None
+            and self.load.accepting
+            and self.load.worker_incarnation in (0, self.worker_incarnation)
+            and self.not_before_ns <= now_ns
+        )
+
 
 class Seats:
     def __init__(self, capacity: int) -> None:
@@ -64,13 +75,7 @@ class Seats:
         usable = [
             seat
             for seat in self.by_number.values()
-            if seat.peer
-            and seat.member
-            and seat.load is not None
-            and seat.load.accepting
-            and seat.load.worker_incarnation in (0, seat.worker_incarnation)
-            and len(seat.streams) < self._capacity
-            and seat.not_before_ns <= now_ns
+            if seat.takes(now_ns) and len(seat.streams) < self._capacity
         ]
         if not usable:
             return None

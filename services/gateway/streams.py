@@ -69,6 +69,9 @@ class Stream:
         self.attempt = 0
         self.place: Place | None = None
         self.priority = 0
+        self.pin: int | None = None  # the only seat that it may be placed at
+        self.silent = False  # its text is for nobody (`replays.py`)
+        self.seat = -1  # where it was placed last
         self.tries = 0  # refusals in a row that did not say "later"
         self.falls = 0  # of the seats it was at, in a row, without a new token
         self.tokens_at_fall = 0
@@ -158,7 +161,7 @@ class Stream:
 
     @property
     def wants_decode(self) -> bool:
-        if self.decoding or self.final is not None:
+        if self.decoding or self.silent or self.final is not None:
             return False
         return len(self.shown) < len(self.tokens) or self.end is not None
 
@@ -268,6 +271,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return all(stream.final is not None for stream in self.streams)
+
+    @property
+    def ended(self) -> bool:
+        """Finished once, even if it is just made again for a reader."""
+        return all(stream.final is not None or stream.recorded for stream in self.streams)
 
     @property
     def num_tokens(self) -> int:

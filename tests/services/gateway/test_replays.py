@@ -1,0 +1,190 @@
+"""A request that has ended is run again and compared: as a story, without sockets."""
+
+import msgspec
+from gateway_desk import CLIENT, Desk
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.messages import (
+    AbortSequence,
+    Difference,
+    Error,
+    Final,
+    Refusal,
+    Replay,
+    Replayed,
+    Sampling,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+    TokensItem,
+)
+from phalanx.services.gateway.replays import RUNS_MAX
+
+SAMPLING = Sampling(max_tokens=9, seed=3, stop_token_ids=(12,))
+
+
+def ended(desk: Desk, sampling: Sampling = SAMPLING) -> tuple[str, Submit]:
+    """A request that gave 10, 11, 12; its id and how it was submitted."""
+    rid = desk.start(sampling)
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, 11, 12, finish="stop", seq=seat[-3])
+    desk.decodes()
+    assert isinstance(desk.told()[-1], Final)
+    desk.sent(AbortSequence)
+    desk.ops.clear()
+    return rid, submit
+
+
+def replayed(desk: Desk) -> Replayed:
+    (found,) = desk.told()
+    assert isinstance(found, Replayed)
+    return found
+
+
+def refused(desk: Desk) -> Error:
+    (error,) = desk.told()
+    assert isinstance(error, Error)
+    return error
+
+
+def test_it_is_submitted_as_it_was_under_an_id_of_its_own() -> None:
+    desk = Desk()
+    rid, first = ended(desk)
+    desk.asks(Replay(5, rid))
+    ((seat, again),) = desk.submits()
+    assert again.request_id != rid and (again.prompt, again.index) == (first.prompt, 0)
+    assert again.sampling == msgspec.structs.replace(first.sampling, max_tokens=3)
+    assert desk.told() == [] and not desk.core.idle
+    desk.asks(Replay(5, rid))  # repeated: no answer came yet
+    assert desk.told() == [] and not desk.submits()
+    desk.produces(seat, again, 0, 10, 11, 12, finish="stop", seq=50)
+    found = replayed(desk)
+    assert (found.call, found.request_id, found.equal) == (5, rid, True)
+    assert (found.fingerprint, found.fingerprint_then) == ("f1", "f1")
+    (one,) = found.sequences
+    assert (one.tokens, one.compared, one.difference) == (3, "tokens", None)
+    assert desk.core.idle and not desk.ops, "a replay is not journalled"
+
+
+def test_a_difference_is_told() -> None:
+    desk = Desk()
+    rid, _ = ended(desk)
+    desk.asks(Replay(5, rid[:6]))
+    ((seat, again),) = desk.submits()
+    desk.produces(seat, again, 0, 10, 63, 12, finish="stop", seq=50)
+    found = replayed(desk)
+    assert not found.equal and found.request_id == rid
+    assert found.sequences[0].difference == Difference(1, "token", "11", "63")
+
+
+def test_logprobs_are_compared_bit_for_bit() -> None:
+    for bent in (0.0, 2.0**-50):
+        desk = Desk()
+        rid = desk.start(Sampling(max_tokens=1, logprobs=0))
+        ((seat, submit),) = desk.submits()
+        item = TokensItem(rid, 0, submit.attempt, 0, (10,), "length")
+        told = msgspec.structs.replace(item, logprobs=(TokenLogprobs(-0.5),))
+        desk.says(seat, Tokens(0, 1, 1, (told,)))
+        desk.decodes()
+        desk.told()
+        desk.asks(Replay(5, rid, 0))
+        ((seat, again),) = desk.submits()
+        told = msgspec.structs.replace(
+            item,
+            request_id=again.request_id,
+            attempt=again.attempt,
+            logprobs=(TokenLogprobs(-0.5 + bent),),
+        )
+        desk.says(seat, Tokens(0, 1, 2, (told,)))
+        (one,) = replayed(desk).sequences
+        assert one.logprobs == 1 and (one.difference is None) == (bent == 0.0)
+
+
+def test_it_can_be_long_ago_and_without_its_tokens() -> None:
+    desk = Desk()
+    rid, _ = ended(desk)
+    desk.passes(61_000)
+    desk.core._history._lighten(rid)
+    desk.clear()
+    for last, equal in ((12, True), (63, False)):
+        desk.asks(Replay(5, rid))
+        ((seat, again),) = desk.submits()
+        desk.produces(seat, again, 0, 10, 11, last, finish="length", seq=50 + last)
+        found = replayed(desk)
+        assert found.equal is equal and found.sequences[0].compared == "digest"
+    desk.passes(3_600_000)
+    desk.clear()
+    desk.asks(Replay(6, rid))
+    error = refused(desk)
+    assert error.code is Code.UNKNOWN_REQUEST and "gateway.history" in error.message
+
+
+def test_what_has_not_ended_or_never_was_is_refused() -> None:
+    desk = Desk()
+    rid = desk.start()
+    desk.asks(Replay(5, rid))
+    assert refused(desk).code is Code.NOT_READY
+    desk.asks(Replay(6, "nobody"))
+    assert refused(desk).code is Code.UNKNOWN_REQUEST
+    desk.asks(Replay(7, ""))
+    assert refused(desk).code is Code.UNKNOWN_REQUEST
+
+
+def test_a_rank_can_be_named_and_may_be_lost() -> None:
+    desk = Desk()
+    rid, _ = ended(desk)
+    for seat in (1, 0, 1):
+        desk.asks(Replay(5 + seat, rid, seat))
+        ((peer, again),) = desk.submits()
+        assert peer == b"scheduler-%d#1" % seat
+        desk.produces(peer, again, 0, 10, 11, 12, finish="stop", seq=50)
+        assert replayed(desk).sequences[0].seat == seat
+    desk.asks(Replay(9, rid, 1))
+    desk.submits()
+    lost = msgspec.structs.replace(desk.topology.seats[1], state="lost")
+    topology = msgspec.structs.replace(desk.topology, seats=(desk.topology.seats[0], lost))
+    desk.core.on_topology(topology, desk.now)
+    desk.turn()
+    found = replayed(desk)
+    assert found.sequences[0].difference is not None
+    assert found.sequences[0].difference.what == "error" and "rank 1" in str(found)
+    desk.asks(Replay(10, rid, 1))
+    assert not replayed(desk).equal and not desk.submits() and desk.core.idle
+
+
+def test_it_moves_with_its_tokens_when_any_rank_may_run_it() -> None:
+    desk = Desk()
+    rid, _ = ended(desk)
+    desk.asks(Replay(5, rid))
+    ((peer, again),) = desk.submits()
+    desk.produces(peer, again, 0, 10, seq=50)
+    seat = int(peer[-3:-2])
+    seats = list(desk.topology.seats)
+    seats[seat] = msgspec.structs.replace(seats[seat], state="lost")
+    desk.core.on_topology(msgspec.structs.replace(desk.topology, seats=tuple(seats)), desk.now)
+    desk.turn()
+    ((other, more),) = desk.submits()
+    assert other != peer and len(more.outputs) == 4
+    desk.produces(other, more, 1, 11, 12, finish="stop", seq=50)
+    assert replayed(desk).equal
+
+
+def test_replays_are_bounded_refused_when_hopeless_and_ended_at_shutdown() -> None:
+    desk = Desk(capacity=100)
+    rid, _ = ended(desk)
+    for call in range(RUNS_MAX):
+        desk.asks(Replay(100 + call, rid))
+    assert desk.told() == []
+    desk.asks(Replay(99, rid))
+    assert refused(desk).code is Code.OVERLOADED
+    (peer, submit), *_ = desk.submits()
+    desk.says(peer, Refusal(submit.call, Code.TOO_LARGE, "no room"))
+    assert "no room" in str(replayed(desk))
+    desk.core.drain()
+    desk.asks(Replay(98, rid))
+    assert refused(desk).code is Code.SHUTDOWN
+    desk.core.finish_all(desk.now)
+    desk.turn()
+    told = desk.told()
+    assert len(told) == RUNS_MAX - 1 and {type(m) for m in told} == {Error}
+    assert desk.core.idle and desk.core._delivery.pending_of(CLIENT) == 0
