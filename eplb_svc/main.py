@@ -5,6 +5,7 @@ import msgspec
 from phalanx.eplb_svc.core import EplbCore
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.errors import Code, DecodeError
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
 from phalanx.protocol.link import bind_router, receive_from, send_to
 from phalanx.protocol.messages import EplbRequest, Error, ExpertCounts, PlanReply, PlanShow
@@ -31,6 +32,7 @@ def serve(service: Service) -> None:
                 send_to(socket, identity, encode(refusal))
                 continue
             if isinstance(message, ExpertCounts):
+                failpoint("eplb.counts.before")
                 if problem := core.on_counts(message):
                     service.log.warning("counts dropped", seat=message.seat, reason=problem)
             else:

@@ -26,6 +26,7 @@ from phalanx.kvstore_svc.layout import (
     encode_index,
     encode_segment_head,
 )
+from phalanx.protocol import faults
 
 STORE_FILE = "store"
 _SEGMENT_NAME = re.compile(r"seg-([0-9a-f]{16})\.kv")
@@ -82,6 +83,7 @@ class Disk:
 
     def create(self, head: SegmentHead, nbytes: int) -> None:
         """Make the segment's file, preallocated, with its head; its name is durable afterwards."""
+        faults.check_disk("kvstore")
         descriptor = self._open(head.segment, os.O_CREAT | os.O_EXCL)
         try:
             try:
@@ -127,6 +129,7 @@ class Disk:
 
     def write(self, segment: int, offset: int, buffers: Sequence[Buffer]) -> None:
         """Write adjoining buffers, each a multiple of PAGE long; those in aligned memory without a copy."""
+        faults.check_disk("kvstore")
         descriptor = self._descriptor(segment)
         views = [self._aligned_copy(b) if isinstance(b, bytes) else memoryview(b) for b in buffers]
         while views:

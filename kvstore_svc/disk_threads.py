@@ -35,6 +35,7 @@ from phalanx.kvstore_svc.layout import (
     record_bytes,
 )
 from phalanx.kvstore_svc.memory import FrameMemory
+from phalanx.protocol.failpoints import failpoint
 
 READERS = 8  # the disk's bandwidth needs a queue of several random reads
 WRITERS = 2  # one writes while another syncs
@@ -149,8 +150,10 @@ class DiskThreads:
             case Sync(segment):
                 self._disk.sync(segment)
             case Create(head, nbytes):
+                failpoint("kvstore.create.before")
                 self._disk.create(head, nbytes)
             case Seal(head, entries, offset):
+                failpoint("kvstore.seal.before")
                 self._disk.seal(head, entries, offset)
             case Delete(segment):
                 self._disk.delete(segment)
@@ -165,9 +168,12 @@ class DiskThreads:
             end = HEADER_BYTES + header.place.length
             record[end:] = bytes(len(record) - end)  # what another record left there stays here
             records.append(record)
+        failpoint("kvstore.write.before")
         self._disk.write(action.segment, action.records[0][1].place.offset, records)
         if action.sync:
+            failpoint("kvstore.write.before_sync")
             self._disk.sync(action.segment)
+        failpoint("kvstore.write.after")
 
 
 def _adjoining(reads: list[Read]) -> Iterator[list[Read]]:

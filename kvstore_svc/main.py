@@ -14,6 +14,7 @@ from phalanx.kvstore_svc.engine import Engine, Reply, new_wake
 from phalanx.kvstore_svc.layout import Kind
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.errors import Code, DecodeError
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
 from phalanx.protocol.link import bind_router, receive_from, send_to
 from phalanx.protocol.messages import (
@@ -36,6 +37,7 @@ MESSAGES_PER_TURN = 256
 LOOK_NS = 100_000_000  # leases, lifetimes, cap and floor are looked at this often
 REOPEN_NS = 2_000_000_000  # a disk that could not be opened is tried again this often
 DRAIN_NS = 1_500_000_000  # for sealing at a clean stop; less than the time from SIGTERM to SIGKILL
+ANSWERS_MAX = 16_384  # remembered, for calls that come twice
 _KINDS = {"block": Kind.BLOCK, "state": Kind.STATE}
 
 
@@ -60,6 +62,7 @@ class Store:
         self._decoder = Decoder[KVRequest](KVRequest)
         self._look_ns = self._reopen_ns = self._drain_ns = 0
         self._off = ""
+        self._answers: dict[events.Call, PutDone | GetDone] = {}  # oldest first
         self.wake = new_wake()
         service.progress("recover")
         self.engine = self._open(lambda fraction: service.progress("recover", fraction))
@@ -118,6 +121,10 @@ class Store:
         self, engine: Engine, peer: bytes, message: KVRequest, batch: list[events.Event]
     ) -> None:
         """Answer a question at once, or turn it into an event of the batch."""
+        if isinstance(message, Put | Get) and (known := self._answers.get((peer, message.call))):
+            # It came twice. Its memory may be in other use by now: say it again, copy nothing.
+            self._send(peer, known)
+            return
         match message:
             case Put():
                 call = (peer, message.call)
@@ -147,13 +154,19 @@ class Store:
     def _answer(self, reply: Reply) -> None:
         peer, call = reply.call
         self._arenas.forget(reply.call)
+        answer: PutDone | GetDone
         match reply:
             case events.PutReply():
-                self._send(peer, PutDone(call, reply.stored, reply.durable, reply.reason))
+                failpoint("kvstore.put.before_answer")
+                answer = PutDone(call, reply.stored, reply.durable, reply.reason)
             case events.GetReply():
-                self._send(peer, GetDone(call, reply.found, reply.nbytes, reply.reason))
+                answer = GetDone(call, reply.found, reply.nbytes, reply.reason)
             case _:
                 assert_never(reply)
+        self._answers[reply.call] = answer
+        if len(self._answers) > ANSWERS_MAX:
+            del self._answers[next(iter(self._answers))]
+        self._send(peer, answer)
 
     def _send(self, peer: bytes, message: KVReply) -> None:
         # A peer that is gone or does not read loses the answer; it repeats what it still wants.

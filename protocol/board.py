@@ -224,6 +224,15 @@ class ProcessRow:
     def phase(self, phase: ProcessPhase) -> None:
         self._u64[self._at + 2] = int(phase)
 
+    @property
+    def ready_heard(self) -> int:
+        """Written by the supervisor: the incarnation whose Ready it has. Until then it is repeated."""
+        return self._u64[self._at + 3]
+
+    @ready_heard.setter
+    def ready_heard(self, incarnation: int) -> None:
+        self._u64[self._at + 3] = incarnation
+
     def clear(self) -> None:
         """Supervisor only, before the process starts."""
         for word in range(4):

@@ -28,6 +28,7 @@ COMMAND_RETRY_MS = 500
 
 # Supervision.
 BEAT_PERIOD_MS = 400  # how often a healthy process proves that it is alive
+HEALTH_REPEAT_MS = 2_000  # the gateway is told the node's health again, in case a word was lost
 HANG_MS = 1_500  # a process without progress for this long is killed
 STARVED_MS_MAX = (
     30_000  # a process that waits for a CPU or a disk is given this much longer at most
@@ -51,6 +52,7 @@ OLD_NODE_MS = 3_000  # how long a start waits for the children of a killed super
 
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
 MAX_PROCESSES = 256  # rows of the heartbeat table
+FAULTS_MAX = 32  # made on purpose in one process at a time
 RING_BYTES = 4 << 20  # plan ring and result ring of one rank
 TOPOLOGY_BYTES_MAX = 1 << 20
 BLOCK_SIZE = 128  # tokens of a KV block

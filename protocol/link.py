@@ -2,21 +2,38 @@
 
 The stable side binds a ROUTER in the run directory, the other side connects a DEALER. Nothing is
 dropped in silence: a full socket makes `send` return False and the caller decides.
+
+A peer whose identity has a `#` in it seals its frames: the last four bytes are the CRC-32 of the others
+(little endian), both ways. A frame whose seal is broken is as good as lost, and lost ones are sent again:
+flipped bits change no token. Our own programs all do this; a client need not.
 """
+
+from collections.abc import Callable
+from zlib import crc32
 
 import zmq
 
+from phalanx.protocol import faults
 from phalanx.protocol.limits import SOCKET_HWM
 
+SEAL_BYTES = 4
+damaged = 0  # frames that came to this process with a broken seal
+
 _context = zmq.Context()
+
+
+class Peer(zmq.Socket[bytes]):
+    """A socket to other processes. `sealed` is of a DEALER; a ROUTER looks at each peer's identity."""
+
+    sealed = False
 
 
 def bind_router(endpoint: str, max_message_bytes: int) -> "zmq.Socket[bytes]":
     """A ROUTER that refuses larger messages by dropping their sender's connection (libzmq's rule),
     tells when a peer is gone or full, and takes over the identity of a peer that reconnects."""
-    socket = _context.socket(zmq.ROUTER)
+    socket = _context.socket(zmq.ROUTER, socket_class=Peer)
     _common(socket)
-    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + SEAL_BYTES)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.bind(endpoint)
@@ -28,9 +45,10 @@ def connect_dealer(
 ) -> "zmq.Socket[bytes]":
     """A DEALER that reconnects by itself. Messages wait for a peer that is away, unless
     `only_connected`: then `send` fails, and what had not left yet goes with the lost connection."""
-    socket = _context.socket(zmq.DEALER)
+    socket = _context.socket(zmq.DEALER, socket_class=Peer)
     _common(socket)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
+    socket.sealed = "#" in identity
     if identity:
         socket.setsockopt(zmq.IDENTITY, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
@@ -69,8 +87,35 @@ def _common(socket: "zmq.Socket[bytes]") -> None:
     socket.setsockopt(zmq.RCVHWM, SOCKET_HWM)
 
 
+def seals(identity: bytes) -> bool:
+    """Whether this peer seals its frames. Identities that libzmq draws begin with a zero byte."""
+    return b"#" in identity and identity[0] != 0
+
+
+def seal(frame: bytes) -> bytes:
+    return frame + crc32(frame).to_bytes(SEAL_BYTES, "little")
+
+
+def unseal(frame: bytes) -> bytes | None:
+    """The frame without its seal; None, and counted, when the seal is broken."""
+    global damaged
+    if crc32(memoryview(frame)[:-SEAL_BYTES]).to_bytes(SEAL_BYTES, "little") == frame[-SEAL_BYTES:]:
+        return frame[:-SEAL_BYTES]
+    damaged += 1
+    return None
+
+
 def send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool:
     """ROUTER: send to one peer without waiting. False when the peer is gone or its queue is full."""
+    sealed = seals(identity)
+    if sealed:
+        frame = seal(frame)
+    if faults.active is not None:
+        return faults.active.leave(frame, sealed, lambda copy: _send_to(socket, identity, copy))
+    return _send_to(socket, identity, frame)
+
+
+def _send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool:
     try:
         socket.send_multipart([identity, frame], flags=zmq.NOBLOCK)
     except zmq.Again:
@@ -84,6 +129,16 @@ def send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool:
 
 def send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:
     """DEALER: send without waiting. False when the peer is gone and the queue is full."""
+    if not isinstance(socket, Peer):  # within this process: nothing gets lost there
+        return _send(socket, frame)
+    if socket.sealed:
+        frame = seal(frame)
+    if faults.active is not None:
+        return faults.active.leave(frame, socket.sealed, lambda copy: _send(socket, copy))
+    return _send(socket, frame)
+
+
+def _send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:
     try:
         socket.send(frame, flags=zmq.NOBLOCK)
     except zmq.Again:
@@ -93,7 +148,7 @@ def send(socket: "zmq.Socket[bytes]", frame: bytes) -> bool:
 
 def receive_from(socket: "zmq.Socket[bytes]", limit: int) -> list[tuple[bytes, bytes]]:
     """ROUTER: up to `limit` (identity, frame) pairs that are there now. Multi-frame garbage is cut to
-    its last frame, which will fail to decode and be answered so."""
+    its last frame, which will fail to decode and be answered so; one with a broken seal is dropped."""
     received: list[tuple[bytes, bytes]] = []
     while len(received) < limit:
         try:
@@ -101,15 +156,44 @@ def receive_from(socket: "zmq.Socket[bytes]", limit: int) -> list[tuple[bytes, b
         except zmq.Again:
             break
         received.append((parts[0], parts[-1] if len(parts) > 1 else b""))
-    return received
+    if faults.active is not None:
+        received = _arrived(faults.active, socket, received, seals)
+    opened: list[tuple[bytes, bytes]] = []
+    for identity, frame in received:
+        body = unseal(frame) if seals(identity) else frame
+        if body is not None:
+            opened.append((identity, body))
+    return opened
 
 
 def receive(socket: "zmq.Socket[bytes]", limit: int) -> list[bytes]:
-    """DEALER: up to `limit` frames that are there now."""
+    """DEALER: up to `limit` frames that are there now; those with a broken seal are dropped."""
     received: list[bytes] = []
     while len(received) < limit:
         try:
             received.append(socket.recv_multipart(flags=zmq.NOBLOCK)[-1])
         except zmq.Again:
             break
-    return received
+    if not isinstance(socket, Peer):
+        return received
+    if faults.active is not None:
+        pairs = [(b"", frame) for frame in received]
+        sealed = socket.sealed
+        received = [f for _, f in _arrived(faults.active, socket, pairs, lambda _: sealed)]
+    if not socket.sealed:
+        return received
+    return [body for frame in received if (body := unseal(frame)) is not None]
+
+
+def _arrived(
+    active: faults.Faults,
+    socket: "zmq.Socket[bytes]",
+    received: list[tuple[bytes, bytes]],
+    sealed: Callable[[bytes], bool],
+) -> list[tuple[bytes, bytes]]:
+    """What becomes of frames that came, with those that were held back until now."""
+    arrived = active.due(socket)
+    for identity, frame in received:
+        for copy in active.arrive(socket, identity, frame, sealed(identity)):
+            arrived.append((identity, copy))
+    return arrived

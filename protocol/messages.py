@@ -654,17 +654,24 @@ class ShutdownDone(Message, frozen=True):
 
 
 class Inject(Message, frozen=True):
-    """Hurt processes on purpose (`supervisor/inject.py` has the kinds). Answer: Injected or Error."""
+    """Break something on purpose (`supervisor/inject.py` has the kinds). Answer: Injected or Error."""
 
     call: int
     kind: str
-    target: str  # a process name, a prefix of names, or random:PREFIX for one of them
-    ms: int = 0  # with `stop`: how long; 0: for ever
+    target: str  # a process name, a prefix of names, random:PREFIX for one of them, or `all`
+    ms: int = (
+        0  # how long it lasts (0: for ever); of `slow`, `delay` and a sleep: how much at a time
+    )
+    rate: float = 1.0  # of the messages (or turns, or writes)
+    count: int = 0  # so often, then no more; 0: without end
+    only: str = ""  # messages of this type; this disk; with `failpoint` its name
+    action: str = ""  # of a failpoint
+    nth: int = 1  # a failpoint acts from the n-th time on that it is passed
 
 
 class Injected(Message, frozen=True):
     call: int
-    injected: tuple[str, ...]  # the processes that were hit
+    injected: tuple[str, ...]  # the processes that were hit, or what was asked for with `list`
 
 
 class TopologyChanged(Message, frozen=True):

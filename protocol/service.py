@@ -17,11 +17,12 @@ from pathlib import Path
 import click
 import zmq
 
+from phalanx.protocol import faults, link
 from phalanx.protocol.board import Board, ProcessPhase, ProcessRow
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import NodeConfig, load_config
 from phalanx.protocol.errors import ConfigError, DecodeError, ExitCode
-from phalanx.protocol.limits import BEAT_PERIOD_MS
+from phalanx.protocol.limits import BEAT_PERIOD_MS, COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.log import Logger, setup_logging
 from phalanx.protocol.messages import FromSupervisor, Progress, Ready
@@ -46,13 +47,32 @@ class Service:
     row: ProcessRow
     supervisor: Socket
     stopping: bool = False
+    _unheard: bytes = b""  # our Ready, until the supervisor has it
+    _say_again_ns: int = 0
+    _damaged: int = 0  # frames with a broken seal that were told of
 
     @property
     def run_dir(self) -> Path:
         return self.config.run_path
 
     def beat(self) -> None:
-        self.row.beat(time.monotonic_ns())
+        now_ns = time.monotonic_ns()
+        self.row.beat(now_ns)
+        if self._unheard:
+            self._say_ready(now_ns)
+        if link.damaged != self._damaged:
+            self.log.warning("damaged messages dropped", count=link.damaged - self._damaged)
+            self._damaged = link.damaged
+        if faults.active is not None:
+            faults.active.flush()
+
+    def _say_ready(self, now_ns: int) -> None:
+        """A Ready that got lost would leave the node waiting for a process that is there."""
+        if self.row.ready_heard == self.incarnation:
+            self._unheard = b""
+        elif now_ns >= self._say_again_ns:
+            self._say_again_ns = now_ns + COMMAND_RETRY_MS * 1_000_000
+            send(self.supervisor, self._unheard)
 
     def progress(self, phase: str, fraction: float = -1.0) -> None:
         """Say where the start stands; counts as a sign of life."""
@@ -63,8 +83,8 @@ class Service:
 
     def ready(self, fingerprint: str = "") -> None:
         self.row.phase = ProcessPhase.READY
+        self._unheard = encode(Ready(self.name, self.incarnation, fingerprint))
         self.beat()
-        send(self.supervisor, encode(Ready(self.name, self.incarnation, fingerprint)))
         self.log.info("ready")
 
     def loop(
@@ -88,19 +108,28 @@ class Service:
             poller.register(socket, zmq.POLLIN)
         decoder = Decoder[FromSupervisor](FromSupervisor)
         wait_ms = 0.0
+
+        def serve(socket: Socket) -> None:
+            if socket is self.supervisor:
+                for message in _decoded(decoder, socket, self.log):
+                    if on_supervisor is not None:
+                        on_supervisor(message)
+            else:
+                handlers[socket]()
+                self.row.advance()
+
         while not (self.stopping and drained(time.monotonic_ns())):
             for socket, _ in poller.poll(int(wait_ms)):
-                if socket is self.supervisor:
-                    for message in _decoded(decoder, socket, self.log):
-                        if on_supervisor is not None:
-                            on_supervisor(message)
-                else:
-                    handlers[socket]()
-                    self.row.advance()
-            now_ns = time.monotonic_ns()
-            wanted = tick(now_ns)
+                serve(socket)
+            if faults.active is not None:
+                faults.active.slow()
+                for socket in faults.active.flush():
+                    serve(socket)
+            wanted = tick(time.monotonic_ns())
             wait_ms = BEAT_PERIOD_MS if wanted is None else min(wanted, BEAT_PERIOD_MS)
-            self.row.beat(now_ns)
+            if faults.active is not None:
+                wait_ms = faults.active.wait_ms(wait_ms)
+            self.beat()
 
     def close(self) -> None:
         self.supervisor.close()
@@ -147,6 +176,8 @@ def run(serve: Callable[[Service], None]) -> None:
         config = load_config(run_dir)
         log = setup_logging(run_dir, name, incarnation, config.log_level)
         board = Board.attach(config.node)
+        if config.fault_injection:
+            faults.enable(config.node, index)
         supervisor = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET), f"{name}#{incarnation}")
         service = Service(
             name, incarnation, seat, config, log, board, board.processes[index], supervisor

@@ -11,6 +11,7 @@ from typing import TypeVar
 from phalanx.protocol.arena import Arena
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import ArenaError, DecodeError
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send, watch_disconnects
 from phalanx.protocol.messages import (
@@ -20,6 +21,8 @@ from phalanx.protocol.messages import (
     KVReply,
     Ping,
     PutDone,
+    Submit,
+    Tokens,
     Welcome,
 )
 from phalanx.protocol.queues import QueueTable, queue_arena_name, queue_bytes
@@ -98,6 +101,8 @@ class Shell:
             if isinstance(message, Welcome):
                 self._welcomed(message, now_ns)
             else:
+                if isinstance(message, Submit):
+                    failpoint("scheduler.submit.before")
                 self.core.handle(message, now_ns)
 
     def on_store(self) -> None:
@@ -181,6 +186,7 @@ class Shell:
         """Whether the worker said anything."""
         messages = self.seat.receive()
         for message in messages:
+            failpoint("scheduler.commit.before")
             self.core.handle(message, now_ns)
             self.service.row.advance()
             if isinstance(message, WorkerHello):
@@ -211,11 +217,17 @@ class Shell:
     def _act(self, now_ns: int) -> None:
         actions = self.core.step(now_ns)
         for plan in actions.plans:
+            failpoint("scheduler.plan.before_send")
             self.seat.send(plan)
+            failpoint("scheduler.plan.after_send")
             self._sent_ns[plan.seq] = time.monotonic_ns()
         for message in actions.gateway:
+            if isinstance(message, Tokens):
+                failpoint("scheduler.tokens.before_send")
             # A full queue: tokens are asked for again, finals and loads are said again.
             send(self.bus, encode(message))
+            if isinstance(message, Tokens):
+                failpoint("scheduler.tokens.after_send")
         if self._running_ns:
             self._note_steps()
         for put in self.core.store_step(now_ns):

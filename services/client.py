@@ -312,8 +312,9 @@ def connect(run_dir: Path) -> "zmq.Socket[bytes]":
     """Raises NoNode."""
     if not (run_dir / CLIENT_SOCKET).exists():
         raise NoNode(f"no node is running in {run_dir}: start one with `phalanx up`")
-    # A name of its own lets this client be recognised when its connection is made anew.
-    return connect_dealer(endpoint(run_dir, CLIENT_SOCKET), f"client-{token_hex(16)}")
+    # A name of its own lets this client be recognised when its connection is made anew; with a `#` in
+    # it, damaged frames are found out (`protocol/link.py`).
+    return connect_dealer(endpoint(run_dir, CLIENT_SOCKET), f"client#{token_hex(16)}")
 
 
 def make_spec(

@@ -3,6 +3,7 @@
 import fcntl
 import time
 from pathlib import Path
+from secrets import token_hex
 from typing import TypeVar
 
 import zmq
@@ -10,7 +11,8 @@ import zmq
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import default_run_dir
 from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError
-from phalanx.protocol.link import connect_dealer
+from phalanx.protocol.limits import COMMAND_RETRY_MS
+from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.messages import Error, FromSupervisor, Inject, Shutdown, StatusQuery
 from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, endpoint
 
@@ -26,6 +28,11 @@ class NoNode(PhalanxError):
 
 class NoAnswer(PhalanxError):
     exit_code = ExitCode.TIME_LIMIT
+
+
+def asker() -> str:
+    """The identity of a command that asks one question; its `#` seals what is said (`link.py`)."""
+    return f"ask#{token_hex(8)}"
 
 
 def find_run_dir(run_dir: Path | None) -> Path:
@@ -56,21 +63,26 @@ def ask(
     if not is_running(run_dir):
         raise NoNode(run_dir)
     decoder = Decoder[FromSupervisor](FromSupervisor)
-    socket = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET))
+    socket = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET), asker())
     try:
-        socket.send(encode(question))
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            if not socket.poll(int(min(left_s, 0.25) * 1000) + 1, zmq.POLLIN):
+        now = time.monotonic()
+        deadline, repeat_at = now + timeout_s, now
+        while (now := time.monotonic()) < deadline:
+            if (
+                now >= repeat_at
+            ):  # what got lost is said again; the supervisor takes it for the same
+                send(socket, encode(question))
+                repeat_at = now + COMMAND_RETRY_MS / 1000
+            if not socket.poll(int(min(deadline - now, 0.25) * 1000) + 1, zmq.POLLIN):
                 if not is_running(run_dir):
                     raise NoNode(run_dir)
                 continue
-            message = decoder.decode(socket.recv())
-            if isinstance(message, answer) and getattr(message, "call", None) == question.call:
-                return message
-            if isinstance(message, Error):
-                wrong = message.code == Code.BAD_REQUEST
-                raise (ConfigError if wrong else PhalanxError)(message.message)
+            for message in map(decoder.decode, receive(socket, 1)):
+                if isinstance(message, answer) and getattr(message, "call", None) == question.call:
+                    return message
+                if isinstance(message, Error):
+                    wrong = message.code == Code.BAD_REQUEST
+                    raise (ConfigError if wrong else PhalanxError)(message.message)
         raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s")
     finally:
         socket.close()

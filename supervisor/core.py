@@ -12,6 +12,7 @@ from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
     HANG_MS,
+    HEALTH_REPEAT_MS,
     KILL_GRACE_MS,
     STOP_ACK_MS,
     TERM_GRACE_MS,
@@ -77,6 +78,7 @@ class SupervisorCore:
         self._ticked_ns = 0
         self._stage_ends_ns = 0
         self._health: tuple[bool, int, tuple[str, ...]] = (False, -1, ())
+        self._health_said_ns = 0
 
     # ------------------------------------------------------------ entry points
 
@@ -96,6 +98,9 @@ class SupervisorCore:
         if self.stage in (NodeStage.RUNNING, NodeStage.DRAINING):
             actions += self._spawn_due(now_ns)
             actions += self._find_hung(now_ns)
+            if now_ns - self._health_said_ns >= HEALTH_REPEAT_MS * _MS:
+                actions += self._send_health()
+                self._health_said_ns = now_ns
             for seat, why in self.group.overdue(now_ns):
                 actions += self._lose(self.workers[seat], why, now_ns, now_ns)
         actions += self._shutdown_step(now_ns)

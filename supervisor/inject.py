@@ -1,36 +1,91 @@
-"""Faults on purpose: which signal goes to which process, and when a stopped one may go on. No clock, no kill."""
+"""Faults on purpose: what a request means for which process. No clock, no signal, no shared memory.
+
+Signals are sent at once. Everything else is written into the row of a process (`SetFaults`), which then
+does it to itself: `protocol/faults.py`.
+"""
 
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import get_args
 
 from phalanx.protocol.errors import Code, ConfigError
+from phalanx.protocol.failpoints import NAMES, kind_of
+from phalanx.protocol.fault_table import Action, Fault, FaultKind, MessageKind
+from phalanx.protocol.limits import FAULTS_MAX
 from phalanx.protocol.messages import Error, Inject, Injected
 from phalanx.supervisor.events import Kill
 
-# `list` only tells which processes a target names; `gpu-loss` is what the node sees of a lost GPU.
+# `gpu-loss` is what the node sees of a lost GPU.
 SIGNALS = {
     "kill": signal.SIGKILL,
     "stop": signal.SIGSTOP,
     "cont": signal.SIGCONT,
     "gpu-loss": signal.SIGKILL,
 }
-KINDS = ("list", *SIGNALS)
+ACTIONS: tuple[Action, ...] = get_args(Action)
+MESSAGES: tuple[MessageKind, ...] = get_args(MessageKind)
+WRITTEN: dict[str, FaultKind] = {
+    **{kind: kind for kind in MESSAGES},
+    "slow": "slow",
+    "diskfull": "diskfull",
+    "failpoint": "failpoint",
+}
+# `list` only tells which processes a target names, or the names of failpoints.
+KINDS = ("list", *SIGNALS, *WRITTEN, "clear")
+DISKS = {"gateway": "journal", "kvstore": "kvstore"}  # by kind of process
 MS_MAX = 600_000
+COUNT_MAX = 1_000_000
 RANDOM = "random:"
+ALL = "all"
+SUPERVISOR = "supervisor"
+FAILPOINTS = "failpoints"
+ANSWERS_MAX = 64  # remembered, for questions that are repeated
+_MS = 1_000_000
+_AMOUNT = ("slow", "delay")  # whose `ms` is an amount, not a duration
+
+
+@dataclass(frozen=True, slots=True)
+class SetFaults:
+    """Write these faults into the process's row; the counters of the slots in `fresh` begin anew."""
+
+    name: str
+    faults: tuple[Fault, ...]
+    fresh: tuple[int, ...] = ()
 
 
 class Injector:
-    """Answers `Inject` for a node that was started with `fault_injection`, and refuses it otherwise."""
+    """Answers `Inject` for a node that was started with `fault_injection`, and refuses it otherwise.
 
-    def __init__(self, enabled: bool, rng: random.Random) -> None:
+    Args:
+        processes: names of all processes of the node, whether they live now or not.
+    """
+
+    def __init__(self, enabled: bool, rng: random.Random, processes: Collection[str] = ()) -> None:
         self._enabled, self._rng = enabled, rng
+        self._processes = sorted(processes)
         self._stopped: list[tuple[int, Kill]] = []  # when each goes on, and how
+        self._faults: dict[str, tuple[Fault, ...]] = {}
+        self._answers: dict[tuple[bytes, int], Injected | Error] = {}
+
+    def answer(
+        self, peer: bytes, request: Inject, living: Mapping[str, int], now_ns: int
+    ) -> tuple[Injected | Error, list[Kill | SetFaults]]:
+        """`handle`, but a request that is repeated by the same peer does nothing a second time."""
+        key = (peer, request.call)
+        if key in self._answers:
+            return self._answers[key], []
+        reply, actions = self.handle(request, living, now_ns)
+        self._answers[key] = reply
+        if len(self._answers) > ANSWERS_MAX:
+            del self._answers[next(iter(self._answers))]
+        return reply, actions
 
     def handle(
         self, request: Inject, living: Mapping[str, int], now_ns: int
-    ) -> tuple[Injected | Error, list[Kill]]:
-        """The answer, and the signals to send.
+    ) -> tuple[Injected | Error, list[Kill | SetFaults]]:
+        """The answer, the signals to send and the rows to write.
 
         Args:
             living: name -> incarnation of the processes that exist now.
@@ -40,17 +95,70 @@ class Injector:
             return Error(request.call, Code.NOT_READY, text), []
         try:
             _check(request)
-            chosen = targets(request.kind, request.target, sorted(living), self._rng)
+            if request.kind == "list" and request.target == FAILPOINTS:
+                return Injected(request.call, tuple(NAMES)), []
+            chosen, actions = self._actions(request, living, now_ns)
         except ConfigError as error:
             return Error(request.call, Code.BAD_REQUEST, str(error)), []
-        number = SIGNALS.get(request.kind)
+        return Injected(request.call, chosen), actions
+
+    def _actions(
+        self, request: Inject, living: Mapping[str, int], now_ns: int
+    ) -> tuple[tuple[str, ...], list[Kill | SetFaults]]:
+        kind = request.kind
+        if kind in WRITTEN or kind == "clear":
+            names = sorted({*self._processes, *living, SUPERVISOR})
+            chosen = targets(kind, request.target, _fit(request, names), self._rng)
+            if kind == "clear":
+                return chosen, [self._clear(name) for name in chosen]
+            self._check_escape(request, chosen)
+            return chosen, [self._add(name, request, now_ns) for name in chosen]
+        chosen = targets(kind, request.target, sorted(living), self._rng)
+        number = SIGNALS.get(kind)
         kills = [] if number is None else [Kill(name, living[name], number) for name in chosen]
         if number == signal.SIGSTOP and request.ms:
-            due_ns = now_ns + request.ms * 1_000_000
+            due_ns = now_ns + request.ms * _MS
             for kill in kills:
-                go_on = Kill(kill.name, kill.incarnation, signal.SIGCONT)
-                self._stopped.append((due_ns, go_on))
-        return Injected(request.call, chosen), kills
+                self._stopped.append((due_ns, replace(kill, signal=signal.SIGCONT)))
+        return chosen, [*kills]
+
+    def _check_escape(self, request: Inject, chosen: tuple[str, ...]) -> None:
+        """A supervisor that hears nothing any more could not be told to stop that, either."""
+        endless = request.rate >= 1 and not request.count and not request.ms
+        if SUPERVISOR in chosen and request.kind in MESSAGES and not request.only and endless:
+            raise ConfigError(
+                f"{request.kind} of every message of the supervisor could not be cleared any more:"
+                " give --rate, --count, --ms or --only"
+            )
+
+    def _add(self, name: str, request: Inject, now_ns: int) -> SetFaults:
+        kind = WRITTEN[request.kind]
+        known = [f for f in self._faults.get(name, ()) if not 0 < f.until_ns <= now_ns]
+        slot = next(n for n in range(FAULTS_MAX + 1) if n not in {f.slot for f in known})
+        if slot == FAULTS_MAX:
+            raise ConfigError(
+                f"{name} has {FAULTS_MAX} faults already: phalanx inject clear {name}"
+            )
+        lasts_ms = 0 if kind in (*_AMOUNT, "failpoint") else request.ms
+        action = next((a for a in ACTIONS if a == request.action), ACTIONS[0])
+        until_ns = now_ns + lasts_ms * _MS if lasts_ms else 0
+        fault = Fault(
+            slot,
+            kind,
+            request.only,
+            request.rate,
+            request.count,
+            request.ms,
+            until_ns,
+            action,
+            request.nth,
+        )
+        self._faults[name] = (*known, fault)
+        return SetFaults(name, self._faults[name], (slot,))
+
+    def _clear(self, name: str) -> SetFaults:
+        self._faults.pop(name, None)
+        return SetFaults(name, ())
 
     def due(self, now_ns: int) -> list[Kill]:
         """The processes whose time of being stopped is over."""
@@ -60,26 +168,75 @@ class Injector:
 
     def wait_ms(self, now_ns: int, most: int) -> int:
         """How long to sleep at most so that `due` is asked in time."""
-        left = [max(0, at_ns - now_ns) // 1_000_000 + 1 for at_ns, _ in self._stopped]
+        left = [max(0, at_ns - now_ns) // _MS + 1 for at_ns, _ in self._stopped]
         return min([most, *left])
 
 
 def _check(request: Inject) -> None:
-    if request.kind not in KINDS:
-        raise ConfigError(f"unknown fault {request.kind!r}; there are: {', '.join(KINDS)}")
+    """Raises ConfigError, naming the number and what is allowed."""
+    kind = request.kind
+    if kind not in KINDS:
+        raise ConfigError(f"unknown fault {kind!r}; there are: {', '.join(KINDS)}")
     if not 0 <= request.ms <= MS_MAX:
         raise ConfigError(f"ms is {request.ms}, allowed: 0 to {MS_MAX}")
-    if request.ms and request.kind != "stop":
-        raise ConfigError(f"ms is how long `stop` lasts; {request.kind} has no duration")
+    if not 0 < request.rate <= 1:
+        raise ConfigError(f"rate is {request.rate}, allowed: above 0, at most 1")
+    if not 0 <= request.count <= COUNT_MAX or not 1 <= request.nth <= COUNT_MAX:
+        raise ConfigError(
+            f"count is {request.count} and nth {request.nth}, allowed: 0 and 1 to {COUNT_MAX}"
+        )
+    timed = kind in ("stop", *WRITTEN) and (kind != "failpoint" or request.action == "sleep")
+    if request.ms and not timed:
+        raise ConfigError(f"ms is of no use with {request.action or kind}, which has no duration")
+    if not request.ms and (kind in _AMOUNT or request.action == "sleep"):
+        raise ConfigError(f"{kind} needs ms: how long at a time")
+    if (request.rate, request.count) != (1.0, 0) and kind not in WRITTEN:
+        raise ConfigError(f"{kind} happens at once and to all: it has neither rate nor count")
+    if kind == "failpoint":
+        _check_failpoint(request)
+    elif request.action or request.nth != 1:
+        raise ConfigError(f"only a failpoint has an action and nth, {kind} has not")
+    if request.only and kind not in (*MESSAGES, "failpoint"):
+        raise ConfigError(f"{kind} is not about messages: it has no `only`")
+
+
+def _check_failpoint(request: Inject) -> None:
+    if request.only not in NAMES:
+        raise ConfigError(
+            f"there is no failpoint {request.only!r}; phalanx inject list failpoints shows them"
+        )
+    if request.action not in ACTIONS:
+        raise ConfigError(f"action is {request.action!r}, allowed: {', '.join(ACTIONS)}")
+    if request.rate != 1:
+        raise ConfigError("a failpoint has no rate: it counts how often it is passed (nth, count)")
+
+
+def _fit(request: Inject, names: list[str]) -> list[str]:
+    """The processes that a fault of this kind can happen to."""
+    match request.kind:
+        case "failpoint":
+            kind = kind_of(request.only)
+            return [name for name in names if _kind(name) == kind]
+        case "diskfull":
+            return [name for name in names if _kind(name) in DISKS]
+        case _:
+            return names
+
+
+def _kind(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def targets(kind: str, target: str, names: list[str], rng: random.Random) -> tuple[str, ...]:
-    """The processes that `target` names: one name, a prefix of names, or random:PREFIX for one of them.
+    """The processes that `target` names: one name, a prefix of names, random:PREFIX for one of them, or
+    `all` (which spares the supervisor).
 
     Raises ConfigError when that is none, listing what there is.
     """
     if kind == "gpu-loss":  # only a worker holds a GPU
         names = [name for name in names if name.startswith("worker-")]
+    if target == ALL and kind != "kill":
+        return tuple(name for name in names if kind == "clear" or name != SUPERVISOR)
     wanted = target.removeprefix(RANDOM)
     # The whole name first: worker-1 is not worker-10.
     found = [name for name in names if name == wanted]

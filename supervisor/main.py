@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
-from phalanx.protocol import arena, rundir
+from phalanx.protocol import arena, faults, rundir
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
+from phalanx.protocol.failpoints import failpoint
+from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultTable
 from phalanx.protocol.limits import DRAIN_MS, MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import setup_logging
@@ -56,7 +58,7 @@ from phalanx.supervisor.events import (
     Tell,
 )
 from phalanx.supervisor.group import Placements
-from phalanx.supervisor.inject import Injector
+from phalanx.supervisor.inject import SUPERVISOR, Injector, SetFaults
 from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
@@ -161,7 +163,11 @@ class Node:
         self._later: list[Spawn | Sweep] = []  # slow, and the group waits for something else
         self._later_ns = 0
         self._interrupts = 0
-        self._injector = Injector(config.fault_injection, random.Random())
+        self._injector = Injector(config.fault_injection, random.Random(), self._specs)
+        self._faults: FaultTable | None = None
+        if config.fault_injection:
+            self._faults = FaultTable.create(config.node)
+            faults.enable(config.node, SUPERVISOR_ROW)
 
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
@@ -197,7 +203,11 @@ class Node:
             if not self._poll(0) and self._core.awaits_acks:
                 self._watch.wait_bell(bell)
         else:
-            self._poll(self._injector.wait_ms(time.monotonic_ns(), TICK_MS))
+            wait_ms = self._injector.wait_ms(time.monotonic_ns(), TICK_MS)
+            if faults.active is not None:
+                faults.active.slow()
+                wait_ms = int(faults.active.wait_ms(wait_ms))
+            self._poll(wait_ms)
         for number in self._signals:
             self._interrupts += number == signal.SIGINT
             at_once = number == signal.SIGINT and self._interrupts > 1
@@ -211,6 +221,8 @@ class Node:
         self._events.extend(self._stranded(deaths))
         for child in ended:
             self._reap(child)
+        if faults.active is not None:
+            messages |= self._watch.socket in faults.active.flush()
         if messages:
             for identity, frame in receive_from(self._watch.socket, _MESSAGES_PER_TURN):
                 self._on_frame(identity, frame)
@@ -238,6 +250,7 @@ class Node:
             return
         match message:
             case Ready(name, incarnation, fingerprint) if name in self._specs:
+                self._board.processes[self._specs[name].index].ready_heard = incarnation
                 self._events.append(BecameReady(name, incarnation, fingerprint))
             case Progress(name, incarnation, phase, fraction) if name in self._specs:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
@@ -267,11 +280,9 @@ class Node:
         for action in actions:
             match action:
                 case SetEpoch(epoch, seats):
-                    self._board.set_epoch(epoch, list(seats))
-                case Publish(topology, seats):
-                    self._board.publish(topology)
-                    for seat in seats:
-                        self._board.seats[seat].bell.ring()
+                    self._set_epoch(epoch, list(seats))
+                case Publish():
+                    self._publish(action)
                 case Spawn() | Sweep() if self._core.awaits_acks:
                     # Starting a process or freeing memory takes milliseconds; every stream waits.
                     self._later_ns = self._later_ns if self._later else time.monotonic_ns()
@@ -293,6 +304,22 @@ class Node:
                     self._tell(action)
                 case Finished():
                     self._finished = action
+
+    def _set_epoch(self, epoch: int, seats: list[int]) -> None:
+        if epoch % 2 == 0:
+            failpoint("supervisor.go.before_even")
+        self._board.set_epoch(epoch, seats)
+        failpoint("supervisor.go.after_even" if epoch % 2 == 0 else "supervisor.stop.after_odd")
+
+    def _publish(self, publish: Publish) -> None:
+        going = self._board.epoch % 2 == 1
+        if going:
+            failpoint("supervisor.go.before_publish")
+        self._board.publish(publish.topology)
+        for seat in publish.seats:
+            self._board.seats[seat].bell.ring()
+        if going:
+            failpoint("supervisor.go.after_publish")
 
     def _do_what_was_put_off(self) -> None:
         actions, self._later = self._later, []
@@ -321,6 +348,7 @@ class Node:
 
     def _spawn(self, name: str, incarnation: int) -> None:
         spec = self._specs[name]
+        failpoint("supervisor.spawn.before")
         self._board.processes[spec.index].clear()
         if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
             row = self._board.seats[spec.seat]
@@ -335,11 +363,21 @@ class Node:
 
     def _inject(self, identity: bytes, request: Inject) -> None:
         living = {name: child.incarnation for name, child in self._watch.children.items()}
-        reply, kills = self._injector.handle(request, living, time.monotonic_ns())
-        if kills:
-            self._log.warning("injected", fault=request.kind, about=[kill.name for kill in kills])
-        self._carry_out([*kills])
+        reply, actions = self._injector.answer(identity, request, living, time.monotonic_ns())
+        if actions:
+            about = [action.name for action in actions]
+            self._log.warning("injected", fault=request.kind, about=about, only=request.only)
+        for action in actions:
+            if isinstance(action, SetFaults):
+                self._set_faults(action)
+            else:
+                self._carry_out([action])
         send_to(self._watch.socket, identity, encode(reply))
+
+    def _set_faults(self, wanted: SetFaults) -> None:
+        assert self._faults is not None
+        index = SUPERVISOR_ROW if wanted.name == SUPERVISOR else self._specs[wanted.name].index
+        self._faults.row(index).write(wanted.faults, wanted.fresh)
 
     def _inspect(self, name: str, incarnation: int) -> None:
         child = self._watch.children.get(name)
@@ -370,6 +408,9 @@ class Node:
         """Everything is gone: remove what is left, say so to whoever asked, and how it ended."""
         self._spawner.close()
         self._board.close()
+        if self._faults is not None:
+            faults.active = None
+            self._faults.close()
         swept = arena.sweep(self._config.node)
         left = (*finished.left, *(f"{name} (swept)" for name in swept))
         if finished.code != ExitCode.OK:

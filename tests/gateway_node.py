@@ -21,6 +21,7 @@ from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import GatewayConfig, NodeConfig, SchedulerConfig
 from phalanx.protocol.errors import ArenaError
+from phalanx.protocol.link import seal, unseal
 from phalanx.protocol.messages import (
     BusFromGateway,
     Drain,
@@ -62,14 +63,16 @@ class Peer:
 
     def say(self, message: Message) -> None:
         with suppress(zmq.Again):
-            self.socket.send(encode(message), zmq.NOBLOCK)
+            self.socket.send(seal(encode(message)), zmq.NOBLOCK)
 
     def serve(self, decoder: "Decoder[BusFromGateway]") -> None:
         while True:
             try:
-                message = decoder.decode(self.socket.recv(zmq.NOBLOCK))
+                frame = unseal(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
+            assert frame is not None, "nothing damages frames here"
+            message = decoder.decode(frame)
             if isinstance(message, Welcome) and message.gateway_incarnation != self.gateway:
                 if self.gateway:
                     self.say(self.hello)
@@ -236,7 +239,9 @@ class GatewayNode:
                 identity, frame = self._supervisor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            message = decoder.decode(frame)
+            body = unseal(frame)
+            assert body is not None
+            message = decoder.decode(body)
             if isinstance(message, Ready):
                 self._ready.add(message.incarnation)
                 self._send(identity, HealthUpdate(True, 2, ()))
@@ -246,7 +251,7 @@ class GatewayNode:
             self._to_supervisor.pop(0)
 
     def _send(self, identity: bytes, message: Message) -> None:
-        self._supervisor.send_multipart([identity, encode(message)])
+        self._supervisor.send_multipart([identity, seal(encode(message))])
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

@@ -18,6 +18,7 @@ ALLOWED = {  # folder -> folders of ours that it may import, besides itself
     "kvstore_svc": {"protocol"},
     "eplb_svc": {"protocol"},
     "supervisor": {"protocol", "services"},  # the command line is a client of the gateway
+    "testing": {"protocol", "services", "supervisor"},
 }
 # Files whose decisions must run in a simulator: no sockets, clock, chance or threads.
 PURE = {

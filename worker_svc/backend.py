@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.placement import (
     EMPTY,
     Placement,
@@ -136,6 +137,7 @@ class ModelBackend:
                     self._weights.put_expert(layer, slot, expert, matrices)
                     loaded += 1
             self._alive()
+        failpoint("worker.prepare.after_load")
         node, incarnation = self._service.config.node, self._service.incarnation
         self._exchange = Exchange(node, self._seat, incarnation, epoch, members, self._shape)
         self._experts.enter_epoch(placement, self._exchange)

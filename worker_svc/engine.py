@@ -9,6 +9,7 @@ from phalanx.kernels.reference.logprobs import TokenLogprobs as RowLogprobs
 from phalanx.kernels.reference.sample import SampleResult, sample
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.forced import force_tokens
@@ -103,6 +104,7 @@ class Engine:
         try:
             pending = self.model.forward(batch)
             sampled = self._sample(pending, rows)
+            failpoint("worker.step.after_sampler")
         except BaseException:
             self._sequences.retract(plan)
             raise

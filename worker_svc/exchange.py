@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.failpoints import failpoint
 from phalanx.worker_svc.group import Group
 
 _FLAG_BYTES = 64  # flag and count share a cache line of their own
@@ -130,6 +131,7 @@ class Exchange:
             weights: float32 [n] routing weights.
             rows: bfloat16 [n, hidden] expert inputs.
         """
+        failpoint("worker.exchange.before_send")
         self._outboxes[peer].store_dispatch(self._number, slots, weights, rows)
         self._group.board.seats[peer].bell.ring()
 
@@ -147,6 +149,7 @@ class Exchange:
 
     def reply(self, peer: int, results: torch.Tensor) -> None:
         """Store the results (bfloat16 [n, hidden]) of what `peer` sent, in its order."""
+        failpoint("worker.exchange.before_reply")
         self._outboxes[peer].store_combine(self._number, results)
         self._group.board.seats[peer].bell.ring()
 

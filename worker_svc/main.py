@@ -1,13 +1,16 @@
 """The worker process: one GPU's (or CPU's) share of the model, stepping in lockstep with its peers."""
 
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.service import Service
 from phalanx.worker_svc.rank import Backend, Rank
 
 
 def serve(service: Service) -> None:
     """Load, say so, and run until told to stop."""
+    failpoint("worker.load.before")
     backend, fingerprint = load_backend(service)
     rank = Rank(service, backend)
+    failpoint("worker.load.after")
     service.ready(fingerprint)
     rank.run()
     rank.close()

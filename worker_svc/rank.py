@@ -8,9 +8,11 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.protocol import faults
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.codec import encode
 from phalanx.protocol.errors import ArenaError, EpochChanged
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import BEAT_PERIOD_MS
 from phalanx.protocol.link import connect_dealer, send
 from phalanx.protocol.messages import ExpertCounts
@@ -67,7 +69,8 @@ class Rank:
         self._group: Group | None = None
         self._stopped_at = 0  # the odd epoch acknowledged last
         self._prepared: Topology | None = None  # the topology that we are ready to run
-        self._eplb = connect_dealer(endpoint(service.run_dir, EPLB_SOCKET))
+        identity = f"{service.name}#{service.incarnation}"
+        self._eplb = connect_dealer(endpoint(service.run_dir, EPLB_SOCKET), identity)
         self._steps_counted = 0
 
     def run(self) -> None:
@@ -107,12 +110,19 @@ class Rank:
 
     def _step(self, group: Group, plan: StepPlan | None) -> None:
         self._service.row.phase = ProcessPhase.BUSY
+        if faults.active is not None:
+            faults.active.slow()
         try:
+            failpoint("worker.step.before_enter")
             group.enter(plan is not None, 0)
+            failpoint("worker.step.after_enter")
             if plan is None:
                 self._backend.serve()
             else:
-                self._answer(self._backend.run(plan))
+                result = self._backend.run(plan)
+                failpoint("worker.step.after_commit")
+                self._answer(result)
+                failpoint("worker.step.after_result")
         except EpochChanged:
             if plan is not None:
                 self._abandon(plan)
@@ -138,6 +148,7 @@ class Rank:
             self._link.close()
         self._link, self._link_number, self._aborted = link, number, 0
         self._backend.reset()
+        failpoint("worker.link.before_hello")
         link.send_result(self._backend.hello())
         self._service.log.info("link adopted", scheduler=number >> 32, number=number & 0xFFFFFFFF)
 
@@ -146,9 +157,11 @@ class Rank:
     def _obey_stop(self, epoch: int) -> bool:
         """No step is in flight here: acknowledge STOP, then prepare for the topology that follows."""
         if self._stopped_at != epoch:
+            failpoint("worker.stop.before_ack")
             self._stopped_at = epoch
             self._row.stop_ack = epoch
             self._board.supervisor_bell.ring()
+            failpoint("worker.stop.after_ack")
             return True
         topology = self._board.topology()
         if topology is None or topology.epoch != epoch + 1 or self._prepared == topology:
@@ -156,8 +169,10 @@ class Rank:
         self._prepare(topology)
         self._prepared = topology
         if self._is_member(topology):
+            failpoint("worker.go.before_ack")
             self._row.go_ack = topology.epoch
             self._board.supervisor_bell.ring()
+            failpoint("worker.go.after_ack")
         return True
 
     def _is_member(self, topology: Topology) -> bool:
@@ -174,6 +189,7 @@ class Rank:
         if not self._is_member(topology):
             return
         self._service.row.phase = ProcessPhase.LOADING
+        failpoint("worker.prepare.before")
         placement = msgspec.msgpack.decode(topology.placement, type=Placement)
         loaded = self._backend.prepare(topology.epoch, topology.members(), placement)
         self._service.log.info("prepared", epoch=topology.epoch, experts_loaded=loaded)
@@ -185,11 +201,13 @@ class Rank:
             return False
         group = Group(self._board, self._seat, topology.members(), epoch, self._service.beat)
         incarnations = {seat.seat: seat.worker_incarnation for seat in topology.seats}
+        failpoint("worker.connect.before")
         try:
             self._backend.connect(group, incarnations)
         except ArenaError as error:  # a peer died since: its STOP is on the way
             self._service.log.warning("peer region gone", epoch=epoch, error=str(error))
             return False
+        failpoint("worker.connect.after")
         self._group = group
         self._service.row.phase = ProcessPhase.READY
         self._service.log.info("epoch", epoch=epoch, members=group.members)

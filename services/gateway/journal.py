@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx.protocol import faults
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.log import Logger
 from phalanx.protocol.messages import Final
 from phalanx.services.gateway.entries import (
@@ -87,10 +89,13 @@ class Journal:
 
     def write(self, ops: Sequence[Op], now_s: float) -> None:
         """All of them or none, synced on return. Raises sqlite3.Error."""
+        faults.check_disk("journal")
         db = self._open()
         with db:
             for op in ops:
                 _apply(db, op, now_s)
+            failpoint("gateway.journal.before_commit")
+        failpoint("gateway.journal.after_sync")
 
     def move_aside(self, why: str) -> None:
         """Keep the unreadable file for people, and start an empty one."""

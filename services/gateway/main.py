@@ -6,6 +6,7 @@ from secrets import randbits
 
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.errors import DecodeError
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX, DRAIN_MS, MESSAGE_BYTES_MAX
 from phalanx.protocol.link import (
     bind_router,
@@ -17,17 +18,21 @@ from phalanx.protocol.link import (
     thread_pair,
 )
 from phalanx.protocol.messages import (
+    Accepted,
     BusToGateway,
     ClientMessage,
     ClientReply,
     Drain,
+    Final,
     FromSupervisor,
     HealthUpdate,
+    Submit,
 )
 from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, endpoint
 from phalanx.protocol.service import Service
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
+from phalanx.services.gateway.entries import Accept, Finish
 from phalanx.services.gateway.journal import Journal, JournalWriter
 from phalanx.services.model_limits import read_model
 
@@ -84,6 +89,7 @@ class Gateway:
         for number, failure in self._writer.results():
             if failure:
                 self._service.log.error("the journal cannot be written", error=failure)
+            failpoint("gateway.accept.after_sync")
             self._core.on_journal(number, failure, time.monotonic_ns())
 
     def on_supervisor(self, message: FromSupervisor) -> None:
@@ -102,10 +108,19 @@ class Gateway:
         self._look_at_topology()
         self._core.turn(now_ns)
         for peer, message in self._core.take_bus():
+            if isinstance(message, Submit):
+                moved = bool(message.outputs)
+                failpoint("gateway.resume.before_send" if moved else "gateway.submit.before_send")
             if not send_to(self.bus, peer, encode(message)):
                 self._core.on_unroutable(peer, message, now_ns)
+            if isinstance(message, Submit) and message.outputs:
+                failpoint("gateway.resume.after_send")
         number, ops = self._core.take_ops()
         if ops:
+            if any(isinstance(op, Accept) for op in ops):
+                failpoint("gateway.accept.before_write")
+            if any(isinstance(op, Finish) for op in ops):
+                failpoint("gateway.final.before_write")
             self._writer.submit(number, ops)
         self._core.deliver(self._send_client, now_ns)
         # A remainder below a millisecond is waited for too: zero would spin.
@@ -137,7 +152,15 @@ class Gateway:
         self._drain_until_ns = until_ns if known is None else min(known, until_ns)
 
     def _send_client(self, client: bytes, message: ClientReply) -> bool:
-        return send_to(self.clients, client, encode(message))
+        if isinstance(message, Accepted):
+            failpoint("gateway.accept.before_send")
+        final = isinstance(message, Final)
+        if final:
+            failpoint("gateway.final.before_send")
+        taken = send_to(self.clients, client, encode(message))
+        if final:
+            failpoint("gateway.final.after_send")
+        return taken
 
     def _look_at_topology(self) -> None:
         version = self._service.board.topology_version

@@ -27,9 +27,13 @@ LONG_CHARS = 50_000  # an encode this long keeps a tokenizer busy for a noticeab
 CHARS_PER_NS = 100_000 / 1e9  # a slow tokenizer's speed, for deadlines only
 BLAME_NS = 50_000_000
 RETRY_NS = 2_000_000_000  # a tokenizer that is silent for this long is asked no more for this job
-# Tokenizers that may die over one job before the job is what is wrong. Any text comes from outside;
-# ids are checked and go in batches, whose other streams are not to blame.
-ENCODE_TRIES_MAX, DECODE_TRIES_MAX = 4, 32
+# Blame that a job may gather before the job is what is wrong. Any text comes from outside; ids are
+# checked and go in batches, whose other streams are not to blame.
+ENCODE_BLAME_MAX, DECODE_BLAME_MAX = 32, 32
+ENCODE_BLAME = 8  # of a death: four tokenizers may die over one text
+# Of an answer that does not come in time: perhaps a message got lost, perhaps the thread that encodes
+# hangs over this text. Decodes have no such thread: a tokenizer that hangs over one dies of it.
+ENCODE_BLAME_LATE = 1
 
 
 @dataclass(eq=False)
@@ -38,7 +42,7 @@ class EncodeJob:
     prompt: str | None
     messages: tuple[ChatMessage, ...] | None
     spans: tuple[Span, ...] | None = None
-    tries: int = 0
+    blame: int = 0
 
     @property
     def chars(self) -> int:
@@ -102,7 +106,9 @@ class Texts:
             if tokenizer.peer == peer:
                 del self._pool[name]
                 for call in list(tokenizer.calls):
-                    self._again(tokenizer, call, now_ns)
+                    # What it hardly saw, it did not die over.
+                    saw = now_ns - tokenizer.calls[call].at_ns >= BLAME_NS
+                    self._again(tokenizer, call, ENCODE_BLAME * saw, int(saw))
 
     def busy_peers(self) -> list[bytes]:
         return [tokenizer.peer for tokenizer in self._pool.values() if tokenizer.calls]
@@ -150,7 +156,7 @@ class Texts:
         for tokenizer in self._pool.values():
             late = [call for call, given in tokenizer.calls.items() if given.due_ns <= now_ns]
             for call in late:
-                self._again(tokenizer, call, now_ns)
+                self._again(tokenizer, call, ENCODE_BLAME_LATE, 0)
 
     def _dispatch_encodes(self, now_ns: int) -> None:
         held: list[EncodeJob] = []
@@ -216,24 +222,22 @@ class Texts:
             tokenizer.decoding -= sum(count for _, count, _ in job.streams)
         return job
 
-    def _again(self, tokenizer: Tokenizer, call: int, now_ns: int) -> None:
-        # What it hardly saw, it did not die over.
-        blame = int(now_ns - tokenizer.calls[call].at_ns >= BLAME_NS)
+    def _again(self, tokenizer: Tokenizer, call: int, encode_blame: int, decode_blame: int) -> None:
         job = self._forget(tokenizer, call)
         if isinstance(job, EncodeJob):
-            job.tries += blame
-            if job.tries < ENCODE_TRIES_MAX:
+            job.blame += encode_blame
+            if job.blame < ENCODE_BLAME_MAX:
                 self._encodes.appendleft(job)
             else:
                 self.failed.append(job)
             return
         for stream, _, _ in job.streams:
             stream.decoding = False
-            self._retry(stream, blame)
+            self._retry(stream, decode_blame)
 
     def _retry(self, stream: Stream, blame: int = 1) -> None:
         stream.decode_tries += blame
-        if stream.decode_tries < DECODE_TRIES_MAX:
+        if stream.decode_tries < DECODE_BLAME_MAX:
             self.decode(stream)
         elif stream.final is None:
             self.failed.append(stream)

@@ -14,6 +14,7 @@ import zmq
 
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import DecodeError
+from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.messages import Decode, Encode, Hello, Ping, Welcome
@@ -75,6 +76,7 @@ class Bus:
                 case Encode():
                     self.encoder.submit(self._gateway, message)
                 case Decode():
+                    failpoint("tokenizer.decode.before_answer")
                     # A full queue drops the answer: the gateway asks again.
                     send(self.socket, encode(self._core.decode(message)))
 
@@ -82,6 +84,7 @@ class Bus:
         """Passes on what the thread has finished, except for a gateway that is gone."""
         for gateway, frame in self.encoder.finished():
             if gateway == self._gateway:
+                failpoint("tokenizer.encode.before_answer")
                 send(self.socket, frame)
 
     def close(self) -> None:

@@ -4,33 +4,68 @@ from pathlib import Path
 
 import click
 
+from phalanx.protocol.failpoints import kind_of
 from phalanx.protocol.messages import Inject, Injected
 from phalanx.supervisor.ask import ask, find_run_dir
 from phalanx.supervisor.commands.common import console, json_option, print_json, run_dir_option
-from phalanx.supervisor.inject import KINDS, MS_MAX
+from phalanx.supervisor.inject import ACTIONS, COUNT_MAX, KINDS, MS_MAX, RANDOM
 
 
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS))
 @click.argument("target")
 @click.option(
-    "--ms", type=click.IntRange(0, MS_MAX), default=0, help="stop: go on after this; 0: never."
+    "--ms",
+    type=click.IntRange(0, MS_MAX),
+    default=0,
+    help="How long it lasts (0: for ever); of slow, delay and a sleep: how much each time.",
 )
+@click.option("--rate", type=float, default=1.0, help="Share of messages, turns or writes hit.")
+@click.option("--count", type=click.IntRange(0, COUNT_MAX), default=None, help="So often at most.")
+@click.option("--only", default="", help="Messages of this type alone, e.g. Tokens.")
+@click.option("--action", type=click.Choice(ACTIONS), default=None, help="Of a failpoint.")
+@click.option("--nth", type=click.IntRange(1, COUNT_MAX), default=1, help="From the n-th time on.")
+@click.option("--process", default="", help="Where a failpoint is armed; else one at random.")
 @run_dir_option
 @json_option
-def inject(kind: str, target: str, ms: int, run_dir: Path | None, as_json: bool) -> None:
-    """Hurt processes of a node that was started with `up --inject`; others refuse (exit 4).
+def inject(
+    kind: str,
+    target: str,
+    ms: int,
+    rate: float,
+    count: int | None,
+    only: str,
+    action: str | None,
+    nth: int,
+    process: str,
+    run_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Break parts of a node that was started with `up --inject`; others refuse (exit 4).
 
     \b
-    TARGET is a process name, a prefix of names, or random:PREFIX for one of them.
-      list      hurts nothing: which processes TARGET names
-      kill      SIGKILL
-      stop      SIGSTOP, and SIGCONT after --ms
-      cont      SIGCONT
-      gpu-loss  what the node sees of a lost GPU: its worker ends by SIGKILL
+    TARGET is a process name, a prefix of names, random:PREFIX for one of them, or all.
+      list       breaks nothing: which processes TARGET names; `list failpoints` names those
+      kill       SIGKILL
+      stop       SIGSTOP, and SIGCONT after --ms
+      cont       SIGCONT
+      gpu-loss   what the node sees of a lost GPU: its worker ends by SIGKILL
+      slow       every turn (of a worker: every step) takes --ms longer
+      drop, duplicate, corrupt
+                 messages that the process sends or gets: lost, doubled, a bit flipped
+      delay      they arrive --ms later, and so in another order
+      diskfull   writes of the journal (gateway) or of the KV store fail
+      failpoint  TARGET is a name from `list failpoints`: --action there, once (--count 0: always)
+      clear      end all of these but signals
     """
-    hit = ask(find_run_dir(run_dir), Inject(1, kind, target, ms), Injected, 5.0).injected
+    if kind == "failpoint":
+        only, target = target, process or f"{RANDOM}{kind_of(target)}"
+        action, count = action or ACTIONS[0], 1 if count is None else count
+    request = Inject(1, kind, target, ms, rate, count or 0, only, action or "", nth)
+    hit = ask(find_run_dir(run_dir), request, Injected, 5.0).injected
     if as_json:
         print_json({"injected": hit})
+    elif kind == "list":
+        console.print("\n".join(hit))
     else:
         console.print(f"{kind}: {', '.join(hit)}")

@@ -12,7 +12,7 @@ from rich.table import Table
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import load_config
 from phalanx.protocol.errors import ExitCode, PhalanxError
-from phalanx.protocol.link import connect_dealer
+from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.messages import (
     EplbReply,
     Error,
@@ -24,7 +24,7 @@ from phalanx.protocol.messages import (
     PlanShow,
 )
 from phalanx.protocol.rundir import EPLB_SOCKET, KVSTORE_SOCKET, LOG_DIR, endpoint
-from phalanx.supervisor.ask import NoAnswer, NoNode, find_run_dir, is_running
+from phalanx.supervisor.ask import NoAnswer, NoNode, asker, find_run_dir, is_running
 from phalanx.supervisor.commands.common import (
     console,
     errors,
@@ -240,12 +240,16 @@ def _running(run_dir: Path | None) -> Path:
 
 
 def _ask(run_dir: Path, socket_name: str, question: Message, union: Any, answer: type[R]) -> R:
-    socket = connect_dealer(endpoint(run_dir, socket_name))
+    socket = connect_dealer(endpoint(run_dir, socket_name), asker())
+    frames: list[bytes] = []
     try:
-        socket.send(encode(question))
-        if not socket.poll(5000):
+        for _ in range(10):  # a question or an answer may get lost
+            send(socket, encode(question))
+            if socket.poll(500) and (frames := receive(socket, 1)):
+                break
+        else:
             raise NoAnswer(f"{socket_name.removesuffix('.sock')} did not answer within 5 s")
-        reply = Decoder[Any](union).decode(socket.recv())
+        reply = Decoder[Any](union).decode(frames[0])
     finally:
         socket.close()
     if isinstance(reply, Error):

@@ -11,9 +11,10 @@ import pytest
 from supervisor.node import TestNode, until
 
 from phalanx.protocol.errors import Code, ConfigError
+from phalanx.protocol.fault_table import Fault
 from phalanx.protocol.messages import Error, Inject, Injected
 from phalanx.supervisor.events import Kill
-from phalanx.supervisor.inject import KINDS, MS_MAX, Injector, targets
+from phalanx.supervisor.inject import KINDS, MS_MAX, Injector, SetFaults, targets
 
 LIVING = {"gateway": 1, "worker-0": 1, "worker-1": 4, "worker-10": 1, "scheduler-0": 2}
 MS = 1_000_000
@@ -88,11 +89,70 @@ def test_nothing_happens_unless_enabled() -> None:
         Inject(3, "stop", "worker", MS_MAX + 1),
         Inject(3, "stop", "worker", -1),
         Inject(3, "kill", "worker", 5),
+        Inject(3, "kill", "worker", rate=0.5),
+        Inject(3, "drop", "worker", rate=0.0),
+        Inject(3, "drop", "supervisor"),
+        Inject(3, "delay", "worker"),
+        Inject(3, "slow", "worker", 5, only="Tokens"),
+        Inject(3, "diskfull", "worker-0"),
+        Inject(3, "drop", "worker", action="kill"),
+        Inject(3, "failpoint", "worker", only="worker.nowhere", action="kill"),
+        Inject(3, "failpoint", "worker", only="worker.load.after", action="melt"),
+        Inject(3, "failpoint", "worker", only="worker.load.after", action="sleep"),
     ],
 )
 def test_nonsense_is_refused(wrong: Inject) -> None:
     reply, kills = injector().handle(wrong, LIVING, 0)
     assert isinstance(reply, Error) and reply.code is Code.BAD_REQUEST and kills == []
+
+
+def rows(*requests: Inject, now_ns: int = 0) -> dict[str, tuple[Fault, ...]]:
+    """What is written for whom after these requests, the last one at `now_ns`."""
+    faults, written = Injector(True, random.Random(1), LIVING), dict[str, tuple[Fault, ...]]()
+    for request in requests:
+        reply, actions = faults.handle(request, LIVING, now_ns * (request is requests[-1]))
+        assert isinstance(reply, Injected), reply
+        for action in actions:
+            assert isinstance(action, SetFaults)
+            written[action.name] = action.faults
+    return written
+
+
+def test_a_process_is_told_what_to_do_wrong_to_itself() -> None:
+    delay = Inject(1, "delay", "gateway", ms=30, rate=0.5, count=9, only="Tokens")
+    drop = Inject(1, "drop", "gateway", ms=30)
+    found = rows(delay, drop)["gateway"]
+    assert found == (
+        Fault(0, "delay", "Tokens", 0.5, 9, 30),
+        Fault(1, "drop", ms=30, until_ns=30 * MS),
+    )
+    assert rows(delay, drop, Inject(1, "drop", "gateway"), now_ns=31 * MS)["gateway"] == (
+        found[0],
+        Fault(1, "drop"),
+    ), "what is over gives its place"
+    assert rows(delay, drop, Inject(1, "clear", "all"))["gateway"] == ()
+
+
+def test_a_failpoint_is_armed_in_processes_that_pass_it() -> None:
+    wanted = Inject(1, "failpoint", "all", only="worker.load.after", action="stop", nth=2)
+    assert set(rows(wanted)) == {"worker-0", "worker-1", "worker-10"}
+    (fault,) = rows(wanted)["worker-0"]
+    assert (fault.name, fault.action, fault.nth) == ("worker.load.after", "stop", 2)
+    own = Inject(1, "failpoint", "supervisor", only="supervisor.spawn.before", action="kill")
+    assert set(rows(own)) == {"supervisor"}
+    with pytest.raises(AssertionError, match="no process"):
+        rows(Inject(1, "failpoint", "gateway", only="worker.load.after", action="kill"))
+
+
+def test_disks_fill_where_there_are_some() -> None:
+    assert set(rows(Inject(1, "diskfull", "all", 100))) == {"gateway"}
+
+
+def test_a_repeated_request_does_nothing_again() -> None:
+    faults, kill = injector(), Inject(1, "kill", "worker-1")
+    reply, actions = faults.answer(b"a", kill, LIVING, 0)
+    assert faults.answer(b"a", kill, LIVING, 0) == (reply, [])
+    assert faults.answer(b"b", kill, LIVING, 0) == (reply, actions)
 
 
 @pytest.fixture(scope="module")
