@@ -98,7 +98,7 @@ def ask(api: Api, body: dict[str, Any], model: Model) -> Asked:
         "clamp_max_tokens": None if given and api is not MESSAGES else True,
         "temperature": wanted.temperature,
         "top_p": wanted.top_p,
-        "seed": wanted.seed,
+        "seed": body.get("seed") if wanted.seed is None else wanted.seed,
         "logprobs": (wanted.top_logprobs or 0) if wanted.logprobs else None,
         "stop": tuple(converted.parsing_options.stop_sequences),
     }
@@ -220,15 +220,14 @@ class RecipeReply:
         return [SSE(self._chat_chunk(index, text)) for text, _ in events]
 
     def _chat_chunk(self, index: int, text: str) -> bytes:
-        """Chunks say which of the `n` choices they are of, and usage stands where it was asked for."""
-        if not self._n > 1 and '"usage":null' in text:
+        """Chunks say which of the `n` choices they are of; usage comes once, at the end."""
+        if self._n == 1 and '"usage":{' not in text:
             return text.encode()
         chunk = msgspec.json.decode(text)
         for choice in chunk["choices"]:
             choice["index"] = index
-        if chunk["usage"] is not None:
-            whole = len(self._usages) == self._n and not self._include_usage
-            chunk["usage"] = self._chat_usage(chunk["usage"]) if whole else None
+        if "usage" in chunk:
+            chunk["usage"] = None
         return msgspec.json.encode(chunk)
 
     def _chat_usage(self, one: dict[str, Any]) -> dict[str, Any]:
