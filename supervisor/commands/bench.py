@@ -128,3 +128,11 @@ def kvstore(gib: float, directory: Path, as_json: bool) -> None:
 def recovery(kills: int, ranks: int, streams: int, model: str, seed: int, as_json: bool) -> None:
     """Kill workers under load: how long streams stand still, and whether a token changes."""
     _run("recovery", as_json, kills=kills, ranks=ranks, streams=streams, model=model, seed=seed)
+
+
+@bench.command()
+@click.option("--streams", type=click.IntRange(1, 10_000), default=500)
+@json_option
+def http(streams: int, as_json: bool) -> None:
+    """What HTTP adds to the time to first token, and many streams at once, without a model."""
+    _run("http", as_json, streams=streams)
