@@ -52,6 +52,9 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     blocked_token_ids: tuple[int, ...] = ()  # never chosen
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     raw_logprobs: bool = False  # those of the model's own logits, before anything above
+    prompt_logprobs: int | None = (
+        None  # None: none; k: of the prompt's tokens and of the k likeliest
+    )
     predicted_token_ids: tuple[int, ...] = ()  # the outputs the client expects: drafts, by index
     forced_token_ids: tuple[int, ...] = ()  # the first outputs are these, whatever would be sampled
 
@@ -112,6 +115,27 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """What the model thinks of one prompt token, by its own logits: unprocessed, at temperature 1."""
+
+    logprob: float
+    rank: int  # of this token among all, from 1
+    top_ids: tuple[int, ...] = ()  # likeliest first; among equals the lower id
+    top_logprobs: tuple[float, ...] = ()
+
+
+class PromptLogprobs(Message, frozen=True):
+    """Of prompt tokens `offset .. offset + len(entries)`; None for the first one, which follows nothing.
+
+    They belong to the request: sent with index 0 alone, in order, before its first Delta.
+    """
+
+    request_id: str
+    index: int
+    offset: int
+    entries: tuple[PromptLogprob | None, ...]
+
+
 class Delta(Message, frozen=True):
     """Tokens `offset .. offset + len(token_ids)` of sequence `index`, with the text they release."""
 
@@ -151,7 +175,8 @@ class Abort(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Take over the request's streams, each from its token offset (absent: 0). Answer: Accepted.
+    """Take over the request's streams, each from its token offset (absent: 0), and its prompt
+    log-probabilities from that prompt token on. Answer: Accepted.
 
     Repeat it whenever nothing was heard for a while: it is harmless. A stream whose beginning has
     another digest than the client's is not continued: it ends with the code `stream_changed`.
@@ -161,6 +186,7 @@ class Attach(Message, frozen=True):
     request_id: str
     offsets: tuple[int, ...] = ()
     digests: tuple[bytes, ...] = ()  # of the tokens before each offset; empty: not compared
+    prompt_offset: int = 0
 
 
 class Replay(Message, frozen=True):
@@ -232,7 +258,9 @@ class Done(Message, frozen=True):
 
 
 ClientMessage = Generate | Abort | Attach | Replay | Stats | Health
-ClientReply = Accepted | Error | Delta | Final | Replayed | StatsReply | HealthReply | Done
+ClientReply = (
+    Accepted | Error | PromptLogprobs | Delta | Final | Replayed | StatsReply | HealthReply | Done
+)
 
 # ---------------------------------------------------------------- gateway <-> its services (the bus)
 
@@ -356,6 +384,9 @@ class TokensItem(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     handle: int = 0  # names the sequence in TokenRows from now on; 0: none is given
+    # Records of `prompt_logprobs.py`, without a gap from the first on before any token is sent.
+    prompt_offset: int = 0  # how many came before these
+    prompt_logprobs: bytes = b""
 
 
 class TokenRows(msgspec.Struct, frozen=True, array_like=True):
@@ -399,6 +430,7 @@ class Resend(Message, frozen=True):
     index: int
     attempt: int
     offset: int
+    prompt_offset: int = 0  # records of prompt log-probabilities that it has; the others come, too
 
 
 class FinalSeen(Message, frozen=True):

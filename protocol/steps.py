@@ -80,6 +80,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
     )
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to tokens; empty: none was asked for
     step_us: int = 0
+    # For each sequence that asked for them and has rows before its last prompt token, in plan order:
+    # the records (`prompt_logprobs.py`) of the prompt tokens after those rows.
+    prompt_logprobs: tuple[bytes, ...] = ()
 
 
 ToScheduler = WorkerHello | StepResult

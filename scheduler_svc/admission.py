@@ -60,17 +60,18 @@ def admit(
 def _room(submit: Submit, worker: WorkerHello, total_blocks: int) -> int:
     """How many outputs the sequence may have. Raises Refused when it could never be finished."""
     prompt, wanted = len(submit.prompt) // 4, submit.sampling.max_tokens
+    least = 0 if wanted == 0 and submit.sampling.prompt_logprobs is not None else 1
     left = worker.max_model_len - prompt
-    if left < 1:
+    if left < least:
         raise Refused(
             Code.BAD_REQUEST,
             f"the prompt has {prompt} tokens, the model takes {worker.max_model_len}"
             " together with at least one output",
         )
     max_outputs = left if wanted is None else min(wanted, left)
-    if max_outputs < 1:
+    if max_outputs < least:
         raise Refused(Code.BAD_REQUEST, f"max_tokens is {wanted}, at least 1 is needed")
-    needed = blocks_for(prompt + max_outputs - 1)  # the last output is never fed back
+    needed = blocks_for(prompt + max(max_outputs - 1, 0))  # the last output is never fed back
     if needed > total_blocks:
         raise Refused(
             Code.BAD_REQUEST,

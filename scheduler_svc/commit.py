@@ -14,7 +14,7 @@ from phalanx.scheduler_svc.outputs import Int32
 from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import Sequence
-from phalanx.scheduler_svc.stops import Rows, sample_error
+from phalanx.scheduler_svc.stops import STATUS_NAN, Rows, sample_error
 
 Bool = npt.NDArray[np.bool_]
 
@@ -25,7 +25,7 @@ Ended = tuple[Sequence, FinishReason, Code | None, str]
 class Commit:
     """Tokens to send, and the sequences that end with this step.
 
-    Those that end with an error have no item here: no token was sampled for them.
+    Those that end without a new token have no item here for that.
     """
 
     rows: TokenRows | None = None
@@ -69,7 +69,10 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     if firsts:
         rows = np.concatenate((rows, np.array(firsts, np.intp)))
     fresh = Fresh(rows, t.output_tokens.take(rows), counts, tokens, result.logprobs)
+    broken = _take_scores(flight, result, done)
     alive = t.state.take(rows) == State.RUNNING
+    if broken:
+        alive &= ~np.isin(rows, broken)
     if np.count_nonzero(alive) < len(alive):
         fresh.keep(np.repeat(alive, counts))
         fresh.rows, fresh.have, fresh.counts = rows[alive], fresh.have[alive], counts[alive]
@@ -86,6 +89,27 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
                 done.ended.append((sequence, "error", *why))
     _say(rank, fresh, reasons, done)
     return done
+
+
+def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
+    """Enter log-probabilities of prompts; the rows of those whose numbers are broken, which end."""
+    broken = []
+    given = iter(result.prompt_logprobs)
+    for chunk in flight.chunks:
+        if not chunk.scored:
+            continue
+        records, sequence = next(given), chunk.sequence
+        if sequence.finish is not None:
+            continue
+        have = sequence.scores.count
+        if not sequence.scores.add(chunk.start, records):
+            why = sample_error(STATUS_NAN, 0)
+            done.ended.append((sequence, "error", *why))
+            broken.append(sequence.row)
+        elif sequence.scores.count > have:
+            done.items.append(sequence.score_item(have, sequence.scores.count))
+    assert next(given, None) is None, "log-probabilities of a prompt that nobody asked for"
+    return broken
 
 
 def _enter(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:

@@ -69,6 +69,7 @@ HEADER_FIELDS = (
 )
 _NO_ROWS = TokenRows()
 PROMPT_ROWS_MIN = 16
+RESENT_RECORDS = 8192  # of prompt log-probabilities in one message
 FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
 
 
@@ -237,6 +238,12 @@ class Scheduler:
     def _resend(self, resend: Resend, now_ns: int) -> None:
         known = self.sequences.get((resend.request_id, resend.index))
         if known is not None and known.attempt == resend.attempt:
+            first = max(resend.prompt_offset, 0)
+            for at in range(first, known.scores.count, RESENT_RECORDS):
+                self._items.append(
+                    known.score_item(at, min(at + RESENT_RECORDS, known.scores.count))
+                )
+                self._flush_items()
             self._items.append(known.item(resend.offset))
 
     def _final_seen(self, seen: FinalSeen, now_ns: int) -> None:
@@ -370,7 +377,9 @@ class Scheduler:
         self._rows = done.rows or self._rows
         self._items += done.items
         self._items += [
-            s.item(s.num_outputs) for s, reason, _, _ in done.ended if reason == "error"
+            s.item(s.num_outputs)
+            for s, reason, _, _ in done.ended
+            if reason == "error" or s.max_outputs == 0
         ]
 
     def _keep_states(self, flight: Flight, aborted: bool) -> None:

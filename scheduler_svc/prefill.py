@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from phalanx.protocol.limits import RING_BYTES
+from phalanx.protocol.prompt_logprobs import STEP_BYTES_MAX
 from phalanx.scheduler_svc.blocks import blocks_for
 from phalanx.scheduler_svc.rank import Chunk, Fork, Rank
 from phalanx.scheduler_svc.state import Sequence
@@ -67,6 +68,7 @@ class _Taking:
         self._rank, self._left, self._cut_at = rank, budget, cut_at
         self._max_num_seqs, self._watermark = max_num_seqs, watermark
         self._room = PLAN_NEW_BYTES_MAX
+        self._score_room = STEP_BYTES_MAX
         self._counts: dict[Sequence, int] = {}  # tokens given to each
         self._totals: dict[Sequence, int] = {}
         self._open: list[Sequence] = []  # begun ones that may take more
@@ -149,7 +151,11 @@ class _Taking:
         for cut in (self._cut_at(sequence), fork_at):
             if start < cut < end:
                 end = cut
-        return end
+        if not sequence.scores.wanted:
+            return end
+        # Rows before the last prompt token give a record each, and a step's result has room for so many.
+        at = self._planned(sequence) + self._score_room // sequence.scores.record_bytes
+        return end if at >= sequence.num_prompt - 1 else min(end, at)
 
     def _wants(self, sequence: Sequence) -> bool:
         told_now = not sequence.known and sequence not in self._counts
@@ -162,6 +168,10 @@ class _Taking:
             self._room -= 4 * self._tokens(sequence)
         start = int(self._rank.t.planned[sequence.row])
         count = min(most, self._left, self._end(sequence) - self._planned(sequence))
+        if sequence.scores.wanted:
+            before = self._planned(sequence)
+            scored = max(0, min(before + count, sequence.num_prompt - 1) - before)
+            self._score_room -= scored * sequence.scores.record_bytes
         self._counts[sequence] = self._counts.get(sequence, 0) + count
         self._left -= count
         if start == sequence.num_prompt - 1 > 0:

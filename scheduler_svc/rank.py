@@ -32,6 +32,13 @@ class Chunk:
         return self.start + self.count
 
     @property
+    def scored(self) -> int:
+        """Its rows, the first ones, that tell the logprob of the prompt token after them."""
+        if self.sequence.sampling.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.end, self.sequence.num_prompt - 1) - self.start)
+
+    @property
     def context(self) -> int:
         """Sum over its rows of the tokens that each may read."""
         return self.count * self.start + self.count * self.count // 2
@@ -117,12 +124,12 @@ class Rank:
         waiting = self._waiting_of.get(leader.request_id)
         if not waiting or leader.num_outputs:
             return []
-        return [follower for follower in waiting if follower.prompt == leader.prompt]
+        return [w for w in waiting if w.prompt == leader.prompt and not w.scores.wanted]
 
     def leader_of(self, sequence: Sequence) -> Sequence | None:
         """A sequence in prefill that computes what this waiting one needs; it is worth waiting for."""
-        if sequence.num_prompt == 1 or sequence.num_outputs:
-            return None
+        if sequence.num_prompt == 1 or sequence.num_outputs or sequence.scores.wanted:
+            return None  # scores come from rows of its own
         for leader in self.prefilling:
             same = leader.request_id == sequence.request_id and leader.prompt == sequence.prompt
             if same and not leader.num_outputs:

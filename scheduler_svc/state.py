@@ -9,6 +9,7 @@ from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import FinishReason, Sampling, Submit, TokenLogprobs, TokensItem
 from phalanx.protocol.queues import Phase, QueueTable, State
 from phalanx.scheduler_svc.outputs import Int32, Outputs
+from phalanx.scheduler_svc.scores import Scores
 from phalanx.scheduler_svc.stops import StopIds
 
 Key = tuple[str, int]  # (request_id, index)
@@ -37,10 +38,14 @@ class Sequence:
     known: bool = False  # its worker has it in its slot
     overtaken: int = 0  # how often a later one went first while it waited
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # after the resumed outputs
+    scores: Scores = field(init=False)
     finish: FinishReason | None = None
     code: Code | None = None
     error: str = ""
     finished_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.scores = Scores(self.sampling, self.num_prompt)
 
     @property
     def key(self) -> Key:
@@ -95,6 +100,18 @@ class Sequence:
             0,
             tuple(logprobs),
             self.handle,
+        )
+
+    def score_item(self, first: int, end: int) -> TokensItem:
+        """Records `first` .. `end` of its prompt's log-probabilities, and no token."""
+        return TokensItem(
+            self.request_id,
+            self.index,
+            self.attempt,
+            self.num_outputs,
+            (),
+            prompt_offset=first,
+            prompt_logprobs=self.scores.of(first, end),
         )
 
 
@@ -174,8 +191,9 @@ class Table:
         sequence.table, sequence.row = None, -1
 
     def name(self, sequence: Sequence) -> None:
-        """Its handle is told: from now on its tokens may travel as a row."""
-        self.columns.named[sequence.row] = sequence.sampling.logprobs is None
+        """Its handle is told: from now on its tokens may travel as a row, which nothing must follow."""
+        plain = sequence.sampling.logprobs is None and sequence.scores.complete
+        self.columns.named[sequence.row] = plain
 
     def begin(self) -> None:
         """A change starts: readers wait for `end`, or take what they see."""

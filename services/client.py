@@ -27,6 +27,7 @@ from phalanx.protocol.messages import (
     Final,
     Health,
     HealthReply,
+    PromptLogprob,
     Replay,
     Replayed,
     Sampling,
@@ -103,6 +104,11 @@ class Stream:
     @property
     def prompt_tokens(self) -> int:
         return self._flow.prompt_tokens
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
+        """As far as received, with `prompt_logprobs` asked for: whole before the first Delta."""
+        return tuple(self._flow.prompt_logprobs)
 
     def abort(self) -> None:
         """End the request; go on iterating to see its finals."""

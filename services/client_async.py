@@ -18,6 +18,7 @@ from phalanx.protocol.messages import (
     Final,
     Health,
     HealthReply,
+    PromptLogprob,
     Replay,
     Replayed,
     Stats,
@@ -98,6 +99,11 @@ class AsyncStream:
     @property
     def prompt_tokens(self) -> int:
         return self._flow.prompt_tokens
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
+        """As far as received, with `prompt_logprobs` asked for: whole before the first Delta."""
+        return tuple(self._flow.prompt_logprobs)
 
     def abort(self) -> None:
         """End the request; go on iterating to see its finals. Legal at any time, twice, and late."""

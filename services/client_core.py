@@ -31,6 +31,7 @@ from phalanx.protocol.messages import (
     Final,
     Health,
     HealthReply,
+    PromptLogprobs,
     Replay,
     Replayed,
     Stats,
@@ -173,6 +174,10 @@ class ClientCore:
                 flow = self._by_request.get(message.request_id)
                 if flow is not None and not flow.done:
                     self._take(flow, message, now_ns)
+            case PromptLogprobs():
+                flow = self._by_request.get(message.request_id)
+                if flow is not None and not flow.done and message.index == 0:
+                    self._take_prompt(flow, message, now_ns)
             case Accepted():
                 if (flow := self._flows.get(message.call)) is not None:
                     self._on_accepted(flow, message, now_ns)
@@ -270,10 +275,11 @@ class ClientCore:
         flow.repeat_at_ns = now_ns + flow.repeat_ns
         known = flow.sequences or [b.received(index) for index, b in enumerate(flow.begun)]
         offsets, digests = tuple(s.offset for s in known), tuple(s.digest for s in known)
+        proof, told = digests if any(digests) else (), len(flow.prompt_logprobs)
         call = self._call(flow)
         if flow.proving:
             flow.proving = call
-        self._send(Attach(call, flow.request_id, offsets, digests if any(digests) else ()))
+        self._send(Attach(call, flow.request_id, offsets, proof, told))
 
     def _repeat(self, flow: Flow, now_ns: int) -> None:
         if flow.aborting and flow.accepted:
@@ -315,7 +321,8 @@ class ClientCore:
             return
         flow.repeat_ns = REPEAT_NS_MIN
         flow.repeat_at_ns = now_ns + flow.repeat_ns
-        if message.offset > have:
+        whole = isinstance(message, Delta) or message.finish_reason in ("stop", "length")
+        if message.offset > have or (message.index == 0 and whole and flow.lacks_prompt):
             self._mend(flow, now_ns)
         elif isinstance(message, Final):
             sequence.final = message
@@ -330,6 +337,15 @@ class ClientCore:
             self._event(flow, message)
         elif message.offset + len(message.token_ids) > have:
             self._mend(flow, now_ns)  # part of it is known; the text cannot be cut at a token
+
+    def _take_prompt(self, flow: Flow, message: PromptLogprobs, now_ns: int) -> None:
+        flow.repeat_ns = REPEAT_NS_MIN
+        flow.repeat_at_ns = now_ns + flow.repeat_ns
+        have = len(flow.prompt_logprobs)
+        if message.offset > have:
+            self._mend(flow, now_ns)
+        else:
+            flow.prompt_logprobs += message.entries[have - message.offset :]
 
     def _event(self, flow: Flow, message: Delta | Final) -> None:
         if flow.keep_events:

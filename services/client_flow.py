@@ -14,6 +14,7 @@ from phalanx.protocol.messages import (
     Final,
     FinishReason,
     Generate,
+    PromptLogprob,
     Sampling,
     Span,
     TokenLogprobs,
@@ -91,6 +92,7 @@ class Result:
     code: Code | None = None
     error: str = ""
     retry_after_ms: int = 0
+    prompt_logprobs: tuple[PromptLogprob | None, ...] = ()  # of the request: at index 0 alone
 
 
 @dataclass(eq=False)
@@ -148,6 +150,7 @@ class Flow:
     n: int
     request_id: str = ""
     begun: tuple[Begun, ...] = ()  # where an attached flow begins
+    prompt_logprobs: list[PromptLogprob | None] = field(default_factory=list)
     seed: int = 0
     prompt_tokens: int = 0
     accepted: bool = False
@@ -175,6 +178,13 @@ class Flow:
         """Some tokens are here."""
         return any(s.offset > 0 for s in self.sequences)
 
+    @property
+    def lacks_prompt(self) -> bool:
+        """Log-probabilities of the prompt are missing, so far as it is known that they were asked for."""
+        asked = self.generate is not None and self.generate.sampling.prompt_logprobs is not None
+        have = len(self.prompt_logprobs)
+        return (asked or have > 0) and have < self.prompt_tokens
+
     def results(self) -> list[Result]:
         """The sequences that have ended."""
         return [self.result(index) for index in sorted(self.ended)]
@@ -195,4 +205,5 @@ class Flow:
             tuple(s.logprobs),
             s.final.code,
             s.final.error,
+            prompt_logprobs=tuple(self.prompt_logprobs) if index == 0 else (),
         )

@@ -15,6 +15,7 @@ class ModelLimits:
     vocab_size: int
     max_positions: int  # tokens of a sequence, prompt and output together
     eos_token_id: int
+    skips_prompt_rows: bool = False  # prompts are truncated: not every token gets a log-probability
 
 
 def read_model(model_dir: Path, name: str) -> ModelLimits:

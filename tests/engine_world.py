@@ -12,8 +12,9 @@ from forward_world import weights_of
 from msgspec.structs import replace
 
 from phalanx.protocol.config import NodeConfig, SchedulerConfig, WorkerConfig
-from phalanx.protocol.messages import Sampling, TokenLogprobs
-from phalanx.protocol.steps import NewSequence, StepPlan
+from phalanx.protocol.messages import PromptLogprob, Sampling, TokenLogprobs
+from phalanx.protocol.prompt_logprobs import entries
+from phalanx.protocol.steps import NewSequence, StepPlan, StepResult
 from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.model.caches import BLOCK_TOKENS
 from phalanx.worker_svc.model.moe import LocalExperts
@@ -38,6 +39,7 @@ class Request:
     max_outputs: int
     outputs: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    scores: dict[int, PromptLogprob] = field(default_factory=dict)  # by prompt token
     status: int = 0
     slot: int = -1
     committed: int = 0
@@ -138,6 +140,25 @@ class EngineWorld:
                 request.logprobs += logprobs[:count]
                 del made[:count], logprobs[:count]
         assert not made
+        self._take_scores(result, parts, starts, lengths)
+
+    @staticmethod
+    def _take_scores(
+        result: StepResult,
+        parts: Sequence[tuple[Request, int, int]],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        """What a step tells twice (after a preemption) must be the same."""
+        given = list(result.prompt_logprobs)
+        for (request, *_), start, length in zip(parts, starts, lengths, strict=True):
+            num_top, last = request.sampling.prompt_logprobs, len(request.prompt) - 1
+            if num_top is not None and start < last:
+                found = entries(given.pop(0), num_top)
+                assert len(found) == min(start + length, last) - start
+                for at, one in enumerate(found, start + 1):
+                    assert request.scores.setdefault(at, one) == one
+        assert not given
 
     def _admit(self, request: Request) -> NewSequence:
         if request.slot < 0:

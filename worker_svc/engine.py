@@ -19,6 +19,7 @@ from phalanx.worker_svc.model.model import Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.pools import pool_sizes
+from phalanx.worker_svc.scoring import score_rows
 from phalanx.worker_svc.sequences import Sequences
 from phalanx.worker_svc.slots import Int, PlanRows
 
@@ -104,6 +105,7 @@ class Engine:
         try:
             pending = self.model.forward(batch)
             sampled = self._sample(pending, rows)
+            scored = self._score(pending, rows)
             failpoint("worker.step.after_sampler")
         except BaseException:
             self._sequences.retract(plan)
@@ -124,6 +126,7 @@ class Engine:
             status=outcome.status.tobytes(),
             logprobs=self._logprobs(rows, outcome.kept, sampled),
             step_us=(time.monotonic_ns() - started_ns) // 1000,
+            prompt_logprobs=scored,
         )
 
     def _count_picks(self, pending: PendingStep) -> None:
@@ -138,6 +141,13 @@ class Engine:
         if not bool((forced >= 0).any()):
             return sampled
         return force_tokens(sampled, pending.logits, forced, settings.num_top_logprobs)
+
+    def _score(self, pending: PendingStep, rows: PlanRows) -> tuple[bytes, ...]:
+        """Of each sequence that wants the logprobs of prompt tokens which its rows precede."""
+        return tuple(
+            score_rows(pending, int(rows.cu[place]), ids, num_top)
+            for place, ids, num_top in self._sequences.to_score(rows)
+        )
 
     def _logprobs(
         self, rows: PlanRows, kept: Int, sampled: SampleResult

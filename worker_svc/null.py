@@ -5,16 +5,19 @@ token depends on the seed and the position, so streams are equal over faults her
 """
 
 import json
+import math
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.placement import Placement
+from phalanx.protocol.prompt_logprobs import record_bytes
 from phalanx.protocol.service import Service
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.group import Group
-from phalanx.worker_svc.slots import Int, Slots
+from phalanx.worker_svc.slots import Int, PlanRows, Slots
 
 _NUM_BLOCKS = 1 << 16
 _RECORD_BYTES = 64  # of a block and of a slot: nobody looks inside
@@ -61,11 +64,15 @@ class NullBackend:
         self._arena.bump(0)
         self._slots = Slots(self._num_slots)
         self._seeds = np.zeros(self._num_slots, np.uint64)
+        self._prompts: dict[int, tuple[bytes, int]] = {}  # by slot, of those with prompt_logprobs
 
     def run(self, plan: StepPlan) -> StepResult:
         for new in plan.new:
             self._slots.admit(new)
             self._seeds[new.slot] = new.sampling.seed or 0
+            self._prompts.pop(new.slot, None)
+            if (num_top := new.sampling.prompt_logprobs) is not None:
+                self._prompts[new.slot] = (new.tokens[: 4 * new.num_prompt], num_top)
         rows = self._slots.resolve(plan)
         seeds = self._seeds[rows.slots[rows.sample_seqs]]
         tokens = self._tokens(seeds, rows.positions.astype(np.uint64))
@@ -78,7 +85,20 @@ class NullBackend:
             counts=outcome.counts.astype(np.uint8).tobytes(),
             tokens=tokens[outcome.kept].astype(np.int32).tobytes(),
             status=outcome.status.tobytes(),
+            prompt_logprobs=tuple(self._score(rows)),
         )
+
+    def _score(self, rows: PlanRows) -> Iterator[bytes]:
+        """Of prompt tokens: without a model, each is as likely as any other."""
+        even = np.float32(-math.log(self._vocab)).view(np.int32)
+        for start, length, slot in zip(rows.starts, rows.lengths, rows.slots, strict=True):
+            prompt, num_top = self._prompts.get(slot, (b"", 0))
+            ids = np.frombuffer(prompt, np.int32)[start + 1 : start + 1 + length]
+            if len(ids):
+                words = np.full((len(ids), record_bytes(num_top) // 4), even, np.int32)
+                words[:, 1] = ids + 1
+                words[:, 2 : 2 + num_top] = np.arange(num_top)
+                yield words.tobytes()
 
     def _tokens(self, seeds: U64, positions: U64) -> Int:
         """One of the ids above the special ones, by SplitMix64 of seed and position."""

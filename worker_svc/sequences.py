@@ -1,6 +1,6 @@
 """What the worker remembers of each sequence between steps, by state slot."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -119,6 +119,21 @@ class Sequences:
             num_top_logprobs=max(wanted, default=-1),
             want_raw_logprobs=any(s.raw_logprobs for s in chosen),
         )
+
+    def to_score(self, rows: PlanRows) -> Iterator[tuple[int, torch.Tensor, int]]:
+        """Sequences that want logprobs of their prompt and have rows before its last token.
+
+        Yields:
+            Place in the step; the prompt tokens after its rows, int64 [n > 0]; how many of the best.
+        """
+        for place, slot in enumerate(rows.slots):
+            num_top = self.sampling[slot].prompt_logprobs
+            if num_top is None:
+                continue
+            start = int(rows.starts[place])
+            end = min(start + int(rows.lengths[place]), int(self.slots.num_prompt[slot]) - 1)
+            if start < end:
+                yield place, self.history[slot, start + 1 : end + 1].long(), num_top
 
     def _outputs(self, slots: Int, positions: Int, chosen: Sequence[Sampling]) -> Ragged:
         """Tokens made so far, for the rows that have a penalty."""

@@ -89,3 +89,19 @@ def prompt_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int = 0) -
         torch.cat([part.top_ids for part in parts]),
         torch.cat([part.top_logprobs for part in parts]),
     )
+
+
+def token_ranks(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 [n]: how likely `ids` are among all tokens, from 1; among equals the lower id is first.
+
+    Args:
+        logits: float32 [n, V], without NaN.
+        ids: int64 [n].
+    """
+    size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
+    parts = []
+    for start in range(0, len(ids), size):
+        keys = order_keys(logits[start : start + size])
+        own = keys.gather(1, ids[start : start + size, None])
+        parts.append((keys > own).sum(1) + 1)
+    return torch.cat(parts)

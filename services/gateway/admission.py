@@ -12,13 +12,14 @@ from hashlib import blake2b
 import msgspec
 
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.messages import Generate
+from phalanx.protocol.messages import Generate, Sampling
+from phalanx.protocol.prompt_logprobs import record_bytes
 from phalanx.services.gateway.entries import Entry
 from phalanx.services.gateway.streams import Request
 from phalanx.services.gateway.validate import check, resolve
 from phalanx.services.model_limits import ModelLimits
 
-OPEN_BYTES_MAX = 1 << 30  # prompts of open requests; beyond: `overloaded`
+OPEN_BYTES_MAX = 1 << 30  # prompts of open requests and their logprobs; beyond: `overloaded`
 RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients
 
 
@@ -44,7 +45,7 @@ class Pending:
     client: bytes
     message: Generate
     digest: bytes
-    nbytes: int  # of its prompt, as it counts against OPEN_BYTES_MAX
+    nbytes: int  # of its prompt and what is told of it, as it counts against OPEN_BYTES_MAX
     entry: Entry | None = None  # once it is on its way to the journal
 
 
@@ -56,7 +57,7 @@ class Admission:
         self._by_call: dict[tuple[bytes, int], Pending] = {}
         self._next_number = 1
         self.sequences = 0  # open ones, pending ones included
-        self.nbytes = 0  # of their prompts
+        self.nbytes = 0  # of their prompts, with log-probabilities
         self.draining = False
 
     # --- in ---
@@ -130,7 +131,7 @@ class Admission:
         assert pending.entry is not None
         self._leave(pending)
         request = Request(pending.entry, pending.number)
-        self.nbytes += len(request.entry.prompt) - pending.nbytes
+        self.nbytes += _entry_bytes(request.entry) - pending.nbytes
         if request.entry.key:
             self._by_key[request.entry.key] = request
         return request
@@ -146,7 +147,7 @@ class Admission:
         """A request of the last gateway, all of whose sequences count as open until told otherwise."""
         request = Request(entry, self.number(entry.n))
         self.sequences += entry.n
-        self.nbytes += len(entry.prompt)
+        self.nbytes += _entry_bytes(entry)
         if entry.key:
             self._by_key[entry.key] = request
         return request
@@ -157,7 +158,7 @@ class Admission:
         self.sequences -= 1
 
     def request_ended(self, request: Request) -> None:
-        self.nbytes -= len(request.entry.prompt)
+        self.nbytes -= _entry_bytes(request.entry)
 
     def forget(self, request: Request) -> None:
         if self._by_key.get(request.entry.key) is request:
@@ -195,7 +196,7 @@ class Admission:
         if self.nbytes + nbytes > OPEN_BYTES_MAX:
             raise Refused(
                 Code.OVERLOADED,
-                f"the prompts of open requests take {self.nbytes} bytes and this one {nbytes}, the"
+                f"the prompts of open requests, with their log-probabilities, take {self.nbytes} bytes and this one {nbytes}, the"
                 f" limit is {OPEN_BYTES_MAX}; {again}",
                 RETRY_AFTER_MS,
             )
@@ -217,10 +218,22 @@ def digest_of(message: Generate) -> bytes:
 
 
 def _prompt_bytes(message: Generate) -> int:
-    """What the prompt takes; of a text, an estimate of what its ids will take."""
+    """What the prompt and its log-probabilities take; of a text, an estimate of what its ids will take."""
     if message.prompt_token_ids is not None:
-        return 4 * len(message.prompt_token_ids)
-    if message.prompt is not None:
-        return 4 * len(message.prompt)
-    chat = sum(4 * len(part.content) for part in message.messages or ())
-    return chat + sum(4 * len(span.text) for span in message.spans or ())
+        count = len(message.prompt_token_ids)
+    elif message.prompt is not None:
+        count = len(message.prompt)
+    else:
+        count = sum(len(part.content) for part in message.messages or ())
+        count += sum(len(span.text) for span in message.spans or ())
+    return count * _token_bytes(message.sampling)
+
+
+def _entry_bytes(entry: Entry) -> int:
+    return entry.prompt_tokens * _token_bytes(entry.sampling)
+
+
+def _token_bytes(sampling: Sampling) -> int:
+    """What a prompt token takes while its request is open."""
+    num_top = sampling.prompt_logprobs
+    return 4 if num_top is None else 4 + record_bytes(num_top)

@@ -222,13 +222,14 @@ class Core:
         now_ns: int,
         offsets: Sequence[int] = (),
         digests: Sequence[bytes] = (),
+        prompt_offset: int = 0,
     ) -> None:
         seed = request.entry.sampling.seed
         assert seed is not None
         entry = request.entry
         accepted = Accepted(call, entry.request_id, seed, entry.prompt_tokens, entry.n)
         self._delivery.reply(client, accepted)
-        request.attach(client, offsets, digests)
+        request.attach(client, offsets, digests, prompt_offset)
         self._revive(request)
         self._compare(request, now_ns)
         self._delivery.offer(request)
@@ -252,8 +253,16 @@ class Core:
         request = self._requests.get(message.request_id)
         if request is None:
             self._error(client, message.call, _unknown(message.request_id))
-        elif len(message.offsets) > request.entry.n or any(at < 0 for at in message.offsets):
-            text = f"offsets are {message.offsets}; the request has {request.entry.n} sequences"
+        elif (
+            len(message.offsets) > request.entry.n
+            or any(at < 0 for at in message.offsets)
+            or not 0 <= message.prompt_offset <= request.entry.prompt_tokens
+        ):
+            text = (
+                f"offsets are {message.offsets} and prompt_offset is {message.prompt_offset}; the"
+                f" request has {request.entry.n} sequences and {request.entry.prompt_tokens} prompt"
+                " tokens"
+            )
             self._error(client, message.call, Refused(Code.BAD_REQUEST, text))
         elif len(message.digests) > len(message.offsets) or not all(
             len(digest) in (0, DIGEST_BYTES) for digest in message.digests
@@ -261,7 +270,15 @@ class Core:
             text = f"digests go with offsets, each of {DIGEST_BYTES} bytes or empty"
             self._error(client, message.call, Refused(Code.BAD_REQUEST, text))
         else:
-            self._attach(request, client, message.call, now_ns, message.offsets, message.digests)
+            self._attach(
+                request,
+                client,
+                message.call,
+                now_ns,
+                message.offsets,
+                message.digests,
+                message.prompt_offset,
+            )
 
     def _on_abort(self, client: bytes, message: Abort, now_ns: int) -> None:
         request = self._requests.get(message.request_id)
@@ -409,8 +426,10 @@ class Core:
     def _produced(self, stream: Stream) -> None:
         if stream.silent:
             self._replayed(stream)
-        else:
-            self._texts.decode(stream)
+            return
+        self._texts.decode(stream)
+        if stream.sampling.prompt_logprobs is not None:
+            self._delivery.offer(self._requests[stream.request_id])
 
     def _shown(self, stream: Stream, now_ns: int) -> None:
         """The stream has new text, or its end."""
@@ -477,11 +496,9 @@ class Core:
 
     def _revive(self, request: Request) -> None:
         """Produce again what a reader still wants of sequences that ended in an earlier life."""
-        view = request.view
-        assert view is not None
-        for stream, cursor in zip(request.streams, view.cursors, strict=True):
+        for stream in request.streams:
             final = stream.final
-            if final is None or not stream.hollow or cursor >= final.offset:
+            if final is None or not request.missed(stream):
                 continue
             stream.recorded, stream.final = final, None
             stream.clear()

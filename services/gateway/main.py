@@ -1,6 +1,7 @@
 """The gateway's shell: sockets, the journal's thread, the clock. It decides nothing."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
@@ -176,7 +177,10 @@ def settings_of(service: Service) -> Settings:
     config = service.config
     scheduler = config.scheduler
     return Settings(
-        model=read_model(Path(config.model_dir), config.model),
+        model=replace(
+            read_model(Path(config.model_dir), config.model),
+            skips_prompt_rows=config.worker.yoco_truncation == "compact",
+        ),
         incarnation=service.incarnation,
         max_open_requests=config.gateway.max_open_requests,
         default_max_tokens=config.gateway.default_max_tokens,

@@ -351,21 +351,21 @@ class Placement:
         if item.handle and not place.handle:
             place.handle = item.handle
             seat.handles[item.handle] = stream
-        before = len(stream.tokens)
+        before = (len(stream.tokens), stream.num_scores)
         if item.finish_reason == "abort" and item.code is None:
             # Not by this gateway, which is done with what it aborts: an old word reached it late.
             stream.take(msgspec.structs.replace(item, finish_reason=None))
             self._final_seen(seat, stream.request_id, stream.index, place.attempt)
             self._unplace(stream)
             self.enqueue(stream, priority=1)
-            return len(stream.tokens) > before
+            return (len(stream.tokens), stream.num_scores) > before
         if not stream.take(item):
             self._ask(stream, place, seat, now_ns)
             return False
         if stream.end is not None:
             self.release(stream)
             return True
-        return len(stream.tokens) > before
+        return (len(stream.tokens), stream.num_scores) > before
 
     def _heard(self, place: Place, now_ns: int) -> None:
         """Tokens are as good as a Submitted."""
@@ -390,7 +390,13 @@ class Placement:
     def _ask(self, stream: Stream, place: Place, seat: Seat, now_ns: int) -> None:
         if now_ns >= place.resend_at_ns:
             place.resend_at_ns = now_ns + RESEND_NS
-            message = Resend(stream.request_id, stream.index, place.attempt, len(stream.tokens))
+            message = Resend(
+                stream.request_id,
+                stream.index,
+                place.attempt,
+                len(stream.tokens),
+                stream.num_scores,
+            )
             self._send(seat.peer, message)
 
     def _ask_all(self, seat: Seat, now_ns: int) -> None:

@@ -18,16 +18,21 @@ from phalanx.protocol.messages import (
     Delta,
     Final,
     FinishReason,
+    PromptLogprob,
+    PromptLogprobs,
     Sampling,
     TokenLogprobs,
     TokensItem,
     Usage,
 )
+from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.protocol.seeds import derive_seed
 from phalanx.services.gateway.entries import Entry
 from phalanx.services.gateway.stops import StopScanner
 
 DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
+PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
+TOKEN_BYTES = 40  # about what a token of a stream takes in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,10 @@ class Stream:
         self.index = index
         self.number = number  # unique within this gateway; names the stream to tokenizers
         self.sampling: Sampling = msgspec.structs.replace(
-            entry.sampling, seed=derive_seed(seed, index)
+            entry.sampling,
+            seed=derive_seed(seed, index),
+            # They belong to the request: its first sequence computes and carries them.
+            prompt_logprobs=entry.sampling.prompt_logprobs if index == 0 else None,
         )
         self.attempt = 0
         self.place: Place | None = None
@@ -84,6 +92,7 @@ class Stream:
         """Forget everything produced; it can be produced again."""
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.scores = bytearray()  # records of prompt log-probabilities
         self.end: End | None = None
         self.cached_tokens = 0
         self.shown: list[str] = []  # text each token released, as far as decoded
@@ -105,7 +114,21 @@ class Stream:
     @property
     def hollow(self) -> bool:
         """Ended, but what it said is not in memory (any more)."""
-        return self.final is not None and len(self.shown) < self.final.offset
+        if self.final is None:
+            return False
+        whole = self.final.finish_reason in ("stop", "length")
+        return len(self.shown) < self.final.offset or (whole and not self.scored)
+
+    @property
+    def num_scores(self) -> int:
+        num_top = self.sampling.prompt_logprobs
+        return 0 if num_top is None else len(self.scores) // record_bytes(num_top)
+
+    @property
+    def scored(self) -> bool:
+        """No prompt log-probability is missing. Before that no token is taken."""
+        wanted = self.sampling.prompt_logprobs is not None
+        return not wanted or self.num_scores == self.entry.prompt_tokens - 1
 
     def continues(self, count: int, digest: bytes) -> bool | None:
         """Whether the `count` tokens with this digest are its beginning; None: not known yet."""
@@ -122,23 +145,35 @@ class Stream:
     # --- from the scheduler ---
 
     def extend(self, offset: int, token_ids: Sequence[int]) -> bool:
-        """Add what is new of these tokens. False when tokens before them are missing."""
+        """Add what is new of these tokens. False when something before them is missing."""
         have = len(self.tokens)
-        if offset > have:
+        if offset > have or not self.scored:
             return False
         self.tokens.extend(token_ids[have - offset :])
         return True
 
     def take(self, item: TokensItem) -> bool:
-        """Add what is new in `item`. False when tokens before it are missing."""
+        """Add what is new in `item`. False when something before it is missing."""
         have = len(self.tokens)
-        if not self.extend(item.offset, item.token_ids):
+        if item.prompt_logprobs and not self._take_scores(item):
+            return False
+        if not item.token_ids and item.finish_reason not in ("stop", "length"):
+            if item.offset > have:
+                return False
+        elif not self.extend(item.offset, item.token_ids):
             return False
         if self.sampling.logprobs is not None:
             self.logprobs.extend(item.logprobs[have - item.offset :])
         self.cached_tokens = max(self.cached_tokens, item.cached_tokens)
         if item.finish_reason is not None and item.offset + len(item.token_ids) >= have:
             self.end = End(item.finish_reason, item.code, item.error)
+        return True
+
+    def _take_scores(self, item: TokensItem) -> bool:
+        num_top, have = self.sampling.prompt_logprobs, self.num_scores
+        if num_top is None or item.prompt_offset > have:
+            return False
+        self.scores += item.prompt_logprobs[(have - item.prompt_offset) * record_bytes(num_top) :]
         return True
 
     def implied_end(self, eos_token_id: int) -> End | None:
@@ -224,6 +259,21 @@ class Stream:
 
     # --- to a client ---
 
+    def prompt_message(self, start: int) -> PromptLogprobs | None:
+        """What a client that has the log-probabilities of `start` prompt tokens may read next."""
+        num_top, num_scores = self.sampling.prompt_logprobs, self.num_scores
+        if num_top is None or start > num_scores or not (num_scores or self.scored):
+            return None
+        first = max(start - 1, 0)  # the records begin with the second token
+        end = min(first + PROMPT_LOGPROBS_MAX, num_scores)
+        size = record_bytes(num_top)
+        found: tuple[PromptLogprob | None, ...] = entries(
+            memoryview(self.scores)[first * size : end * size], num_top
+        )
+        return PromptLogprobs(
+            self.request_id, self.index, start, found if start else (None, *found)
+        )
+
     def delta(self, start: int, most: int) -> Delta | None:
         """What a client that has `start` tokens may read next."""
         end = len(self.shown) if self.final is None else min(len(self.shown), self.final.offset)
@@ -250,6 +300,7 @@ class View:
     proofs: dict[int, bytes]  # digests of what the reader has, by index, that are not yet compared
     # By index: the end for this reader alone, of a stream that does not continue what it has.
     ends: dict[int, Final] = field(default_factory=dict)
+    prompt_cursor: int = 0  # prompt tokens whose log-probabilities were handed over
 
 
 class Request:
@@ -279,22 +330,30 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in memory, without the prompt."""
-        return sum(len(stream.tokens) for stream in self.streams)
+        """Tokens in memory, without the prompt; its log-probabilities by what they take."""
+        return sum(
+            len(stream.tokens) + len(stream.scores) // TOKEN_BYTES for stream in self.streams
+        )
 
     @property
     def unread(self) -> bool:
         """Nobody is in the middle of reading it."""
         return self.finished and (self.view is None or all(self.view.finals))
 
-    def attach(self, client: bytes, offsets: Sequence[int], digests: Sequence[bytes] = ()) -> None:
+    def attach(
+        self,
+        client: bytes,
+        offsets: Sequence[int],
+        digests: Sequence[bytes] = (),
+        prompt_offset: int = 0,
+    ) -> None:
         """Hand the streams to `client`, each from its offset on, once its digest is found right."""
         n = self.entry.n
         cursors = [*offsets, *([0] * (n - len(offsets)))]
         for stream, cursor in zip(self.streams, cursors, strict=True):
             stream.sent = max(stream.sent, cursor)
         proofs = {index: digest for index, digest in enumerate(digests) if digest}
-        self.view = View(client, cursors, [False] * n, proofs)
+        self.view = View(client, cursors, [False] * n, proofs, prompt_cursor=prompt_offset)
 
     def strangers(self) -> list[Stream]:
         """Compare what the reader has, where that has become possible; the streams that are not its."""
@@ -310,7 +369,15 @@ class Request:
                 found += [] if same else [stream]
         return found
 
-    def next_message(self) -> Delta | Final | None:
+    def missed(self, stream: Stream) -> bool:
+        """Its reader wants something of this ended stream that is not in memory (any more)."""
+        assert self.view is not None
+        if stream.final is None or not stream.hollow:
+            return False
+        wants_prompt = not stream.scored and self.view.prompt_cursor < self.entry.prompt_tokens
+        return wants_prompt or self.view.cursors[stream.index] < stream.final.offset
+
+    def next_message(self) -> PromptLogprobs | Delta | Final | None:
         """What the reader gets next; call `handed_over` with it once it is under way."""
         view = self.view
         if view is None or self.held:
@@ -320,6 +387,8 @@ class Request:
             compared = stream.index not in view.proofs
             if told or not compared or (final is None and not self.entry.stream):
                 continue
+            if (scores := stream.prompt_message(view.prompt_cursor)) is not None:
+                return scores
             most = DELTA_TOKENS_MAX if self.entry.stream else len(stream.shown)
             if final is None or (cursor < final.offset):
                 if (delta := stream.delta(cursor, most)) is not None:
@@ -328,11 +397,13 @@ class Request:
                 return final
         return None
 
-    def handed_over(self, message: Delta | Final) -> None:
+    def handed_over(self, message: PromptLogprobs | Delta | Final) -> None:
         view, stream = self.view, self.streams[message.index]
         assert view is not None
         if isinstance(message, Final):
             view.finals[message.index] = True
+        elif isinstance(message, PromptLogprobs):
+            view.prompt_cursor = message.offset + len(message.entries)
         else:
             end = message.offset + len(message.token_ids)
             view.cursors[message.index] = end

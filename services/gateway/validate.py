@@ -72,6 +72,13 @@ def check_sampling(sampling: Sampling, model: ModelLimits) -> None:
         _within("seed", s.seed, 0, SEED_MAX)
     if s.logprobs is not None:
         _within("logprobs", s.logprobs, 0, min(TOP_LOGPROBS_MAX, model.vocab_size))
+    if s.prompt_logprobs is not None:
+        _within("prompt_logprobs", s.prompt_logprobs, 0, min(TOP_LOGPROBS_MAX, model.vocab_size))
+        if model.skips_prompt_rows:
+            raise _bad(
+                "prompt_logprobs cannot be told here: this node leaves a prompt's early tokens out of"
+                " the later layers (worker.yoco_truncation: compact); it needs off or mask"
+            )
     _check_ends(s, model)
     _count("logit_bias", s.logit_bias, LOGIT_BIAS_MAX)
     _ids("logit_bias", list(s.logit_bias), model)
@@ -113,7 +120,7 @@ def sampling_for(
     if pool_tokens is not None and pool_tokens < limit:
         limit, owner = pool_tokens, "the KV pool of a rank holds"
     room = limit - prompt_tokens
-    if room < 1:
+    if room < 1 and not (room == 0 and s.max_tokens == 0):
         raise _bad(
             f"the prompt has {prompt_tokens} tokens, {owner} {limit} with at least 1 for the output;"
             " shorten the prompt"
@@ -195,8 +202,11 @@ def _check_chat(messages: Sequence[ChatMessage]) -> None:
 
 
 def _check_ends(s: Sampling, model: ModelLimits) -> None:
-    if s.max_tokens is not None and s.max_tokens < 1:
-        raise _bad(f"max_tokens is {s.max_tokens}, it must be at least 1")
+    least = 1 if s.prompt_logprobs is None else 0
+    if s.max_tokens is not None and s.max_tokens < least:
+        raise _bad(
+            f"max_tokens is {s.max_tokens}, it must be at least 1, or 0 to get prompt_logprobs alone"
+        )
     # Bounded here as well, so that no process behind needs more than 32 bits for a length.
     _within("min_tokens", s.min_tokens, 0, model.max_positions)
     _within("first_n_token_no_eos", s.first_n_token_no_eos, 0, 2**31 - 1)

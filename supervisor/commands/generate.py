@@ -49,6 +49,12 @@ _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
 @click.option("--seed", type=int, default=None, help="Drawn and reported when absent.")
 @click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, default=None)
+@click.option(
+    "--prompt-logprobs",
+    type=int,
+    default=None,
+    help="With --json: of each prompt token and of so many likeliest. Goes with --max-tokens 0, too.",
+)
 @click.option("--n", type=int, default=None, help="Sequences of each prompt.")
 @click.option("--no-stream", is_flag=True, help="Fetch each sequence whole.")
 @click.option(
@@ -73,6 +79,8 @@ def generate(
     A line of the file is {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [...]},
     with any sampling field beside it. Options are defaults for lines that do not say.
     """
+    if sampling["prompt_logprobs"] is not None and not as_json:
+        raise click.UsageError("--prompt-logprobs is told in JSON only: add --json")
     if bool(texts) == (prompts is not None):
         raise click.UsageError("give prompts on the command line or --prompts FILE, one of the two")
     defaults = {name: value for name, value in sampling.items() if value not in (None, ())}
@@ -125,6 +133,8 @@ def document(position: int, result: Result) -> dict[str, Any]:
     }
     if result.logprobs:
         row["logprobs"] = result.logprobs
+    if result.prompt_logprobs:
+        row["prompt_logprobs"] = result.prompt_logprobs
     return row
 
 

@@ -28,6 +28,7 @@ SAMPLES: list[m.Message] = [
     m.Accepted(1, "ab" * 16, 2**53 - 1, 3, 2),
     m.Error(1, Code.OVERLOADED, "try later", 500),
     m.Delta("ab" * 16, 0, 5, (1, 2), "hé", (m.TokenLogprobs(-0.5, (1,), (-0.5,)),)),
+    m.PromptLogprobs("ab" * 16, 0, 0, (None, m.PromptLogprob(-0.5, 3, (1,), (-0.25,)))),
     m.Final("ab" * 16, 0, 7, "length", m.Usage(3, 7)),
     m.Submit(9, "ab" * 16, 1, 2, b"\1\0\0\0", m.Sampling(seed=4, max_tokens=5)),
     m.Tokens(0, 1, 2, (m.TokensItem("ab" * 16, 0, 1, 0, (5,), "stop"),)),

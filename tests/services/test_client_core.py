@@ -20,6 +20,8 @@ from phalanx.protocol.messages import (
     Generate,
     Health,
     HealthReply,
+    PromptLogprob,
+    PromptLogprobs,
     Sampling,
     Usage,
 )
@@ -88,6 +90,24 @@ def test_a_stream_and_its_result() -> None:
     assert (result.token_ids, result.text, result.seed) == ((5, 6, 7), "[5][6][7]!", 42)
     assert result.ttft_ms == 30.0 and flow.done
     assert line.core.next_ns() is None  # nothing to wait for any more
+
+
+def test_a_prompt_is_taken_in_order_and_missed() -> None:
+    line = Line()
+    flow = line.core.generate(Spec([1, 2, 3], Sampling(prompt_logprobs=0)), line.now, None)
+    (generate,) = line.sent()
+    line.hears(Accepted(generate.call, "r", 42, 3, 1))
+    marks = (None, PromptLogprob(-1.0, 2), PromptLogprob(-2.0, 7))
+    line.hears(PromptLogprobs("r", 0, 0, marks[:2]))
+    line.hears(PromptLogprobs("r", 0, 0, marks[:2]))  # twice
+    line.hears(delta(0, 5))  # the last one is missing: this cannot be right
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and (attach.offsets, attach.prompt_offset) == ((0,), 2)
+    line.hears(PromptLogprobs("r", 0, 1, marks[1:]))  # overlaps
+    line.hears(delta(0, 5))
+    line.hears(final(1))
+    (result,) = flow.results()
+    assert (result.prompt_logprobs, result.token_ids) == (marks, (5,))
 
 
 def test_an_unanswered_request_is_sent_again_as_it_was() -> None:

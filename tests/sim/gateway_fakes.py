@@ -4,6 +4,7 @@ The next token is a hash of the request's seed, its prompt and the position, so 
 right answer. Some tokens show their text only with the next one, so a lost carry shows.
 """
 
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from phalanx.protocol.messages import (
     FinalSeen,
     FinishReason,
     ListSequences,
+    PromptLogprob,
     Refusal,
     Resend,
     Sampling,
@@ -49,6 +51,20 @@ def token_at(seed: int, prompt: bytes, position: int) -> int:
 
 def logprob_at(seed: int, prompt: bytes, position: int) -> TokenLogprobs:
     return TokenLogprobs(-float(token_at(seed, prompt, position) + position))
+
+
+def score_at(prompt: bytes, position: int, num_top: int) -> PromptLogprob:
+    token = token_at(0, prompt, position)
+    best = tuple(token_at(at + 1, prompt, position) for at in range(num_top))
+    return PromptLogprob(-float(token), token + 1, best, tuple(-float(t) for t in best))
+
+
+def score_records(submit: Submit, first: int, end: int) -> bytes:
+    """As a worker makes them; record i is of prompt token i + 1."""
+    k = submit.sampling.prompt_logprobs or 0
+    found = [score_at(submit.prompt, at + 1, k) for at in range(first, end)]
+    layout = struct.Struct(f"<fi{k}i{k}f")
+    return b"".join(layout.pack(s.logprob, s.rank, *s.top_ids, *s.top_logprobs) for s in found)
 
 
 def piece(token: int) -> str:
@@ -85,6 +101,8 @@ def expected(sampling: Sampling, prompt: bytes) -> Expected:
     """The whole stream, from its definition: token by token, the whole text searched each time."""
     assert sampling.seed is not None and sampling.max_tokens is not None
     tokens: list[int] = []
+    if sampling.max_tokens == 0:
+        return Expected((), "", "length")
     while True:
         tokens.append(token_at(sampling.seed, prompt, len(tokens)))
         ends = (tokens[-1] == EOS and not sampling.ignore_eos) or tokens[
@@ -130,6 +148,12 @@ class Running:
     cached: int = 0
     handle: int = 0
     told: bool = False  # its handle was
+    scored: int = 0  # prompt tokens after the first, of those with prompt_logprobs
+
+    @property
+    def to_score(self) -> int:
+        wanted = self.submit.sampling.prompt_logprobs is not None
+        return len(self.submit.prompt) // 4 - 1 - self.scored if wanted else 0
 
 
 class FakeScheduler:
@@ -169,7 +193,11 @@ class FakeScheduler:
             case Resend():
                 known = self.sequences.get((message.request_id, message.index))
                 if known is not None and known.submit.attempt == message.attempt:
-                    return [self._tokens([self._item(known, message.offset)])]
+                    first = message.prompt_offset
+                    return [
+                        self._tokens([self._scores(known, first, known.scored)]),
+                        self._tokens([self._item(known, message.offset)]),
+                    ]
             case FinalSeen():
                 for request_id, index, attempt in message.sequences:
                     known = self.sequences.get((request_id, index))
@@ -192,6 +220,10 @@ class FakeScheduler:
         items, rows = [], []
         for one in running[: self.slots]:
             before = len(one.outputs)
+            if one.to_score:
+                first, one.scored = one.scored, one.scored + min(2, one.to_score)
+                items.append(self._scores(one, first, one.scored))
+                continue
             self._advance(one)
             if one.told and one.finish is None and one.submit.sampling.logprobs is None:
                 rows.append((one.handle, before, one.outputs[-1]))
@@ -247,6 +279,9 @@ class FakeScheduler:
     def _advance(self, one: Running) -> None:
         seed = one.submit.sampling.seed
         assert seed is not None
+        if one.submit.sampling.max_tokens == 0:
+            one.finish = "length"
+            return
         one.outputs.append(token_at(seed, one.submit.prompt, len(one.outputs)))
         self._ended(one)
 
@@ -258,6 +293,19 @@ class FakeScheduler:
         elif len(one.outputs) == s.max_tokens:
             one.finish = "length"
         return one.finish is not None
+
+    def _scores(self, one: Running, first: int, end: int) -> TokensItem:
+        submit, end = one.submit, max(first, end)
+        records = score_records(submit, first, end)
+        return TokensItem(
+            submit.request_id,
+            submit.index,
+            submit.attempt,
+            len(one.outputs),
+            (),
+            prompt_offset=first,
+            prompt_logprobs=records,
+        )
 
     def _item(self, one: Running, offset: int) -> TokensItem:
         submit = one.submit

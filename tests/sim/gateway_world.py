@@ -60,6 +60,7 @@ from sim.gateway_fakes import (
     encode_text,
     expected,
     logprob_at,
+    score_at,
 )
 
 MS = 1_000_000
@@ -579,6 +580,8 @@ def check_flow(spec: Spec, flow: Flow) -> None:
         final = one.final
         assert final is not None
         got = tuple(one.token_ids)
+        if index == 0:
+            check_prompt(spec, flow, prompt, final)
         if final.finish_reason == "abort":
             assert flow.aborting
             assert got == right.tokens[: len(got)]
@@ -589,6 +592,16 @@ def check_flow(spec: Spec, flow: Flow) -> None:
         if spec.sampling.logprobs is not None:
             seed = derive_seed(flow.seed, index)
             assert one.logprobs == [logprob_at(seed, prompt, at) for at in range(len(got))]
+
+
+def check_prompt(spec: Spec, flow: Flow, prompt: bytes, final: Final) -> None:
+    num_top = spec.sampling.prompt_logprobs
+    if num_top is None:
+        assert not flow.prompt_logprobs
+        return
+    right = [None, *(score_at(prompt, at, num_top) for at in range(1, len(prompt) // 4))]
+    got = flow.prompt_logprobs
+    assert got == (right[: len(got)] if final.finish_reason == "abort" else right)
 
 
 def check_nothing_left(world: World) -> None:
@@ -640,6 +653,12 @@ def random_spec(rng: random.Random) -> Spec:
         stop_token_ids=rng.choice([(), (), (rng.randrange(VOCAB),)]),
         logprobs=rng.choice([None, None, 0]),
     )
+    if (sampling.max_tokens or 0) % 3 == 1:  # without a draw of its own
+        sampling = msgspec.structs.replace(
+            sampling,
+            prompt_logprobs=len(prompt) % 3,
+            max_tokens=0 if sampling.max_tokens == 1 else sampling.max_tokens,
+        )
     return Spec(prompt, sampling, n=rng.choice([1, 1, 1, 2, 4]), stream=rng.random() < 0.8)
 
 

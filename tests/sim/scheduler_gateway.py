@@ -30,6 +30,7 @@ from phalanx.protocol.messages import (
     Tokens,
     TokensItem,
 )
+from phalanx.protocol.prompt_logprobs import record_bytes
 from sim.hash_worker import EOS, MAX_MODEL_LEN, fault_free
 from sim.token_rows import Handles
 
@@ -48,6 +49,7 @@ class Request:
     sampling: Sampling
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # as far as asked for
+    scores: bytes = b""  # of the prompt, as far as asked for
     attempt: int = -1
     seat: int = -1
     placed: bool = False  # Submitted was heard for this attempt
@@ -60,6 +62,15 @@ class Request:
     @property
     def over(self) -> bool:
         return self.finish is not None or bool(self.refused)
+
+    @property
+    def num_scores(self) -> int:
+        return len(self.scores) // record_bytes(self.sampling.prompt_logprobs or 0)
+
+    @property
+    def scored(self) -> bool:
+        wanted = self.sampling.prompt_logprobs is not None
+        return not wanted or self.num_scores == len(self.prompt) - 1
 
     def expected(self) -> tuple[list[int], FinishReason]:
         """Outputs and end of an undisturbed run."""
@@ -99,7 +110,7 @@ class ModelGateway:
         for request in self.requests.values():
             if not request.over:
                 request.seat, request.placed = -1, False
-                request.outputs, request.logprobs = [], []
+                request.outputs, request.logprobs, request.scores = [], [], b""
         for seat in seats:
             self._ask(seat, self.incarnation, 5)
         self._after(6 * RETRY_NS, self._place_homeless)
@@ -249,8 +260,15 @@ class ModelGateway:
         if item.attempt != request.attempt or request.seat != seat:
             return
         have = len(request.outputs)
-        if item.offset > have:
-            self._send(seat, Resend(*key, item.attempt, have))
+        if item.prompt_logprobs and item.prompt_offset <= request.num_scores:
+            size = record_bytes(request.sampling.prompt_logprobs or 0)
+            known = request.scores[item.prompt_offset * size :]
+            assert item.prompt_logprobs.startswith(known) or known.startswith(item.prompt_logprobs)
+            request.scores += item.prompt_logprobs[len(known) :]
+        whole = item.token_ids or item.finish_reason in ("stop", "length")
+        gap = item.prompt_offset > request.num_scores or (whole and not request.scored)
+        if item.offset > have or (gap and item.finish_reason != "abort"):
+            self._send(seat, Resend(*key, item.attempt, have, request.num_scores))
             return
         fresh = item.token_ids[have - item.offset :]
         twice = item.token_ids[: have - item.offset]
@@ -273,7 +291,9 @@ class ModelGateway:
             if request.over or request.placed or info.attempt < request.attempt:
                 continue
             request.attempt, request.seat, request.placed = info.attempt, listed.seat, True
-            request.outputs = np.frombuffer(info.outputs, np.int32).tolist()
-            if info.finish_reason is not None:  # how it ended, its final tells in full
-                have = len(request.outputs)
-                self._send(listed.seat, Resend(info.request_id, info.index, info.attempt, have))
+            if request.scored:
+                request.outputs = np.frombuffer(info.outputs, np.int32).tolist()
+            if info.finish_reason is not None or not request.scored:
+                # How it ended, its final tells in full.
+                have = len(request.outputs), request.num_scores
+                self._send(listed.seat, Resend(info.request_id, info.index, info.attempt, *have))

@@ -28,6 +28,7 @@ from phalanx.protocol.messages import (
     Sampling,
     Tokens,
 )
+from phalanx.protocol.prompt_logprobs import entries as score_entries
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.scheduler_svc.core import Scheduler
@@ -46,6 +47,7 @@ from sim.hash_worker import (
     HashWorker,
     entries,
     fault_free,
+    fault_free_scores,
 )
 from sim.scheduler_checks import check
 from sim.scheduler_gateway import ModelGateway, Request
@@ -267,7 +269,9 @@ class RankUnderTest:
             key = (item.request_id, item.index, item.attempt)
             end = item.offset + len(item.token_ids)
             self.sent[key] = max(end, self.sent.get(key, 0))
-            if key in self.finals:
+            if item.prompt_logprobs:
+                assert not item.token_ids and item.finish_reason is None
+            elif key in self.finals:
                 last, reason = self.finals[key]
                 assert end <= last, f"{key}: tokens after its end"
                 assert item.finish_reason == reason, f"{key}: {item.finish_reason} after {reason}"
@@ -455,13 +459,23 @@ class World:
                 rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 0, 3, 25)))
             ),
         )
+        if seed % 4 == 0:  # without a draw of its own
+            sampling = msgspec.structs.replace(
+                sampling,
+                prompt_logprobs=seed // 4 % 3,
+                max_tokens=0 if seed % 16 == 4 else sampling.max_tokens,
+                min_tokens=0 if seed % 16 == 4 else sampling.min_tokens,
+            )
         return Request(f"{number:032x}", rng.randrange(2), prompt, sampling)
 
     def _siblings(self, first: Request) -> list[Request]:
         """Further sequences of the same request: the same prompt, other seeds."""
         rng, found = self.rng, []
         for index in range(first.index + 1, first.index + 1 + rng.choice((0, 0, 0, 1, 3))):
-            sampling = msgspec.structs.replace(first.sampling, seed=rng.randrange(1 << 32))
+            sampling = msgspec.structs.replace(
+                first.sampling, seed=rng.randrange(1 << 32), prompt_logprobs=None
+            )
+            sampling = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens or 1)
             found.append(Request(first.request_id, index, first.prompt, sampling))
         return found
 
@@ -510,6 +524,7 @@ class World:
     def _check_end(self, request: Request) -> None:
         stream, end = request.expected()
         outputs = request.outputs
+        self._check_scores(request)
         assert outputs == stream[: len(outputs)], f"{request.request_id}: a wrong token"
         if request.refused:
             assert self._never_fits(request), request.refused
@@ -518,12 +533,25 @@ class World:
         elif request.abort is None or request.finish != request.abort:
             assert (outputs, request.finish) == (stream, end), f"{request.request_id}: wrong end"
 
+    def _check_scores(self, request: Request) -> None:
+        num_top = request.sampling.prompt_logprobs
+        if num_top is None:
+            assert not request.scores
+            return
+        right = fault_free_scores(request.prompt, num_top)
+        got = list(score_entries(request.scores, num_top))
+        assert got == right[: len(got)], f"{request.request_id}: a wrong prompt log-probability"
+        if request.finish in ("stop", "length") and request.finish != request.abort:
+            assert len(got) == len(right), (
+                f"{request.request_id}: prompt log-probabilities are missing"
+            )
+
     def _never_fits(self, request: Request) -> bool:
         assert request.sampling.max_tokens is not None
         length = len(request.prompt)
         room = min(request.sampling.max_tokens, MAX_MODEL_LEN - length)
-        blocks = -(-(length + room - 1) // BLOCK_SIZE)
-        return room < 1 or blocks > self.options.num_blocks - 1
+        blocks = -(-(length + max(room - 1, 0)) // BLOCK_SIZE)
+        return room < min(1, request.sampling.max_tokens) or blocks > self.options.num_blocks - 1
 
     @staticmethod
     def _check_clean(core: Scheduler) -> None:

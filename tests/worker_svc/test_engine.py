@@ -13,6 +13,8 @@ from msgspec.structs import replace
 from phalanx.kernels.reference.sample import SampleStatus
 from phalanx.protocol.config import WorkerConfig
 from phalanx.protocol.messages import Sampling
+from phalanx.worker_svc import scoring
+from phalanx.worker_svc.model.reader import Reader
 
 SHAPES = ("tiny-a", "short")
 OUTPUTS = 14
@@ -41,6 +43,8 @@ SETTINGS = {
         logit_bias={1: 9.0, 17: 9.0, 33: 9.0},
     ),
     "nearly cold": Sampling(temperature=1e-4, seed=10, logprobs=2),
+    "prompt": Sampling(temperature=0.7, seed=11, top_k=9, prompt_logprobs=2, logprobs=1),
+    "prompt alone": Sampling(temperature=1.4, seed=12, prompt_logprobs=0),
 }
 
 
@@ -53,7 +57,7 @@ def requests(shape: str, seed: int) -> list[Request]:
     """One for each setting. The drafter's guesses are right at first, then wrong, then right again."""
     choose = random.Random(seed)
     vocab = weights_of(shape).config.vocab_size
-    lengths = [1, 2, 37, 5, 16, 71, 17, 33, 6, 40]
+    lengths = [1, 2, 37, 5, 16, 71, 17, 33, 6, 40, 131, 29]
     found = []
     for sampling, length in zip(SETTINGS.values(), lengths, strict=True):
         prompt = [choose.randrange(3, vocab) for _ in range(length)]
@@ -70,6 +74,7 @@ def expected(shape: str, wanted: list[Request]) -> list[Request]:
 def assert_same(got: Request, alone: Request) -> None:
     assert (got.outputs, got.status) == (alone.outputs, alone.status)
     assert got.logprobs == alone.logprobs
+    assert got.scores == alone.scores
 
 
 def with_guesses(request: Request, outputs: list[int]) -> Request:
@@ -208,6 +213,49 @@ def test_raw_logprobs_are_the_models_own() -> None:
     assert raw.logprobs[0] is not None and own.logprobs[0] is not None
     assert raw.logprobs[0].top_logprobs == own.logprobs[0].top_logprobs
     assert raw.logprobs[0].top_logprobs != processed.logprobs[0].top_logprobs  # type: ignore[union-attr]
+
+
+def test_prompt_logprobs_are_those_of_the_model() -> None:
+    """Those that decoding reports as raw, and with ranks as the whole row tells them."""
+    (wanted,) = [r for r in requests("tiny-a", 1) if r.sampling.prompt_logprobs == 2]
+    with EngineWorld("tiny-a", num_slots=1) as world:
+        got = world.finish(wanted.again())
+    ids = list(wanted.prompt)
+    reader = Reader(weights_of("tiny-a"), len(ids))
+    whole = reader.score(ids, 17, 512)
+    assert list(got.scores) == list(range(1, len(ids)))
+    for at, found in got.scores.items():
+        order = whole.top_ids[at - 1].tolist()
+        assert found.logprob == float(whole.logprobs[at - 1])
+        assert found.rank == 1 + order.index(ids[at])
+        assert found.top_ids == tuple(order[:2])
+        assert found.top_logprobs == tuple(whole.top_logprobs[at - 1, :2].tolist())
+    assert len({found.rank for found in got.scores.values()}) > 20
+
+
+def test_scores_in_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a large vocabulary are made for a few rows at a time: the same numbers."""
+    wanted = [r for r in requests("short", 1) if r.sampling.prompt_logprobs is not None]
+    alone = expected("short", wanted)
+    monkeypatch.setattr(scoring, "LOGITS_ELEMENTS", 5 * weights_of("short").config.vocab_size)
+    for got, one in zip(expected("short", wanted), alone, strict=True):
+        assert_same(got, one)
+
+
+def test_a_broken_prompt_is_told_by_nan() -> None:
+    prompt = list(range(100, 117))
+    with EngineWorld("tiny-a", num_slots=1) as world:
+        whole = world.finish(Request(prompt, Sampling(seed=1, prompt_logprobs=1), 1)).scores
+        broken = Request(prompt, Sampling(seed=1, prompt_logprobs=1), 1)
+        world.step([(broken, 9, 0)])
+        world.engine.pools.rings[broken.slot] = 0x7F
+        world.step([(broken, 500, 0)])
+    assert broken.status == SampleStatus.NAN
+    for at, found in broken.scores.items():
+        if at <= 9:
+            assert found == whole[at]
+        else:
+            assert math.isnan(found.logprob) and found.top_ids == ()
 
 
 @pytest.mark.parametrize("break_it", ["ring", "bias"])

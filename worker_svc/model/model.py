@@ -53,8 +53,18 @@ class PendingStep:
 
     logits: Tensor
     expert_picks: dict[int, Tensor]
+    _final: Tensor  # [P, D]
+    _model: "Model"
     _step: Step
     _decoder: Step  # the same step, unless prompts are truncated
+
+    def logits_of(self, rows: slice) -> Tensor:
+        """float32 [n, vocab] of further rows, for those who take many of them in portions.
+
+        The step's rows are counted; none may have been left out of the later layers.
+        """
+        assert self._step.tail is None or self._decoder.num_rows == self._step.num_rows
+        return self._model.logits(self._final[rows])
 
     def commit(self, num_accepted: Sequence[int]) -> None:
         """Keep the first num_accepted rows of each sequence; 0 leaves a sequence as it was."""
@@ -158,7 +168,8 @@ class Model:
             decoder.window_records |= self.drafter.context_records(
                 torch.cat(stream.taps, dim=-1), decoder.ropes.plain
             )
-        return PendingStep(logits, step.expert_picks | decoder.expert_picks, step, decoder)
+        picks = step.expert_picks | decoder.expert_picks
+        return PendingStep(logits, picks, final, self, step, decoder)
 
     def _run(self, step: Step, stream: Stream, layers: range) -> None:
         if step.num_rows == 0:

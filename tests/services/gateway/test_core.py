@@ -1,5 +1,6 @@
 """The gateway's decisions as stories: events go in, and what it tells whom is compared."""
 
+import struct
 from array import array
 
 import msgspec
@@ -30,6 +31,8 @@ from phalanx.protocol.messages import (
     Hello,
     ListSequences,
     Ping,
+    PromptLogprob,
+    PromptLogprobs,
     Refusal,
     Resend,
     Sampling,
@@ -37,6 +40,7 @@ from phalanx.protocol.messages import (
     SequenceInfo,
     Stats,
     StatsReply,
+    Submit,
     Submitted,
     TokenLogprobs,
     TokenRows,
@@ -45,6 +49,7 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.topology import Seat, Topology
+from phalanx.services.gateway import streams as streams_module
 from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Recovered
 from phalanx.services.gateway.placement import FALLS_MAX
 from sim.gateway_fakes import encode_text
@@ -330,6 +335,93 @@ def test_logprobs_travel_with_their_tokens() -> None:
     desk.decodes()
     told = [m for m in desk.told() if isinstance(m, Delta)]
     assert sum((m.logprobs for m in told), ()) == marks
+
+
+def records(first: int, end: int) -> bytes:
+    """Records `first` .. `end` of a prompt, with one alternative."""
+    found = [struct.pack("<fiif", -float(at), at, at + 5, -0.5) for at in range(first, end)]
+    return b"".join(found)
+
+
+def scored(at: int) -> PromptLogprob:
+    return PromptLogprob(-float(at), at, (at + 5,), (-0.5,))
+
+
+def score_item(submit: Submit, first: int, end: int) -> TokensItem:
+    return TokensItem(
+        submit.request_id,
+        0,
+        submit.attempt,
+        0,
+        (),
+        prompt_offset=first,
+        prompt_logprobs=records(first, end),
+    )
+
+
+def test_prompt_logprobs_go_before_tokens_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "PROMPT_LOGPROBS_MAX", 3)
+    desk = Desk()
+    sampling = Sampling(max_tokens=1, prompt_logprobs=1)
+    desk.asks(Generate(1, prompt_token_ids=(5, 6, 7, 8, 9, 10), sampling=sampling, n=2))
+    accepted = desk.told()[0]
+    assert isinstance(accepted, Accepted)
+    rid = accepted.request_id
+    (seat, one), (_, two) = desk.submits()
+    assert (one.sampling.prompt_logprobs, two.sampling.prompt_logprobs) == (1, None)
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 1, (score_item(one, 0, 2),)))
+    assert desk.told() == [PromptLogprobs(rid, 0, 0, (None, scored(0), scored(1)))]
+    # A piece is lost: nothing after it counts, and it is asked for.
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 2, (score_item(one, 4, 5),)))
+    desk.now += 1000 * MS
+    desk.produces(seat, one, 0, 10, finish="length", seq=3)
+    assert desk.told() == [] and not desk.sent(Decode)
+    assert (seat, Resend(rid, 0, one.attempt, 0, 2)) in desk.sent(Resend)
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 4, (score_item(one, 1, 5),)))
+    desk.produces(seat, one, 0, 10, finish="length", seq=5)
+    desk.decodes()
+    first, second, third = desk.told()
+    assert first == PromptLogprobs(rid, 0, 3, (scored(2), scored(3), scored(4)))
+    assert second == Delta(rid, 0, 0, (10,), "[10]") and isinstance(third, Final)
+    desk.asks(Attach(2, rid, (1,), prompt_offset=4))
+    assert desk.told()[1] == PromptLogprobs(rid, 0, 4, (scored(3), scored(4)))
+    desk.asks(Attach(3, rid, (0,), prompt_offset=7))
+    assert isinstance(desk.told()[0], Error)
+
+
+def test_a_prompt_alone_is_scored_and_ends() -> None:
+    desk = Desk()
+    sampling = Sampling(max_tokens=0, prompt_logprobs=1)
+    desk.asks(Generate(1, prompt_token_ids=(5,), sampling=sampling))  # nothing precedes its token
+    ((seat, submit),) = desk.submits()
+    accepted, told = desk.told()
+    assert isinstance(accepted, Accepted)
+    assert told == PromptLogprobs(accepted.request_id, 0, 0, (None,))
+    desk.produces(seat, submit, 0, finish="length")
+    desk.decodes()
+    (final,) = desk.told()
+    assert isinstance(final, Final)
+    assert (final.finish_reason, final.offset) == ("length", 0)
+    assert (final.usage.prompt_tokens, final.usage.completion_tokens) == (1, 0)
+
+
+def test_a_moved_prompt_is_scored_again_and_told_once() -> None:
+    desk = Desk()
+    sampling = Sampling(max_tokens=0, prompt_logprobs=1)
+    desk.asks(Generate(1, prompt_token_ids=(5, 6, 7), sampling=sampling))
+    accepted = desk.told()[0]
+    assert isinstance(accepted, Accepted)
+    ((seat, submit),) = desk.submits()
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 1, (score_item(submit, 0, 1),)))
+    assert desk.told() == [PromptLogprobs(accepted.request_id, 0, 0, (None, scored(0)))]
+    desk.scheduler(int(seat[10:11]), 2)
+    ((other, again),) = desk.submits()
+    assert again.attempt > submit.attempt
+    number, incarnation = int(other[10:11]), int(other[12:])
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 2, (score_item(submit, 1, 2),)))  # too late
+    assert desk.told() == []
+    desk.says(other, Tokens(number, incarnation, 1, (score_item(again, 0, 2),)))
+    assert desk.told() == [PromptLogprobs(accepted.request_id, 0, 2, (scored(1),))]
 
 
 @pytest.mark.parametrize("moment", ["waiting", "submitted", "running", "decoding", "held back"])

@@ -204,11 +204,41 @@ def _offsets_ignored_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Request.attach
 
     def attach(
-        self: Request, client: bytes, offsets: Sequence[int], digests: Sequence[bytes] = ()
+        self: Request,
+        client: bytes,
+        offsets: Sequence[int],
+        digests: Sequence[bytes] = (),
+        prompt_offset: int = 0,
     ) -> None:
-        original(self, client, [offset + 1 for offset in offsets])
+        original(self, client, [offset + 1 for offset in offsets], (), prompt_offset)
 
     monkeypatch.setattr(Request, "attach", attach)
+
+
+def _prompt_skipped_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Request.attach
+
+    def attach(
+        self: Request,
+        client: bytes,
+        offsets: Sequence[int],
+        digests: Sequence[bytes] = (),
+        prompt_offset: int = 0,
+    ) -> None:
+        after = min(prompt_offset + 1, self.entry.prompt_tokens)
+        original(self, client, offsets, digests, after)
+
+    monkeypatch.setattr(Request, "attach", attach)
+
+
+def _scores_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a prompt are taken whatever came before them."""
+
+    def take(self: Stream, item: TokensItem) -> bool:
+        self.scores += item.prompt_logprobs
+        return True
+
+    monkeypatch.setattr(Stream, "_take_scores", take)
 
 
 def _client_never_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +260,8 @@ PLANTED = [
     _attempts_start_anew,
     _seeds_not_derived,
     _offsets_ignored_on_attach,
+    _prompt_skipped_on_attach,
+    _scores_begin_anywhere,
     _client_never_repeats,
 ]
 

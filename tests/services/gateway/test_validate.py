@@ -1,6 +1,7 @@
 """Every limit on input holds: a bad request gets one clear error with its number, and no id escapes."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from phalanx.protocol.limits import (
     TOP_LOGPROBS_MAX,
 )
 from phalanx.protocol.messages import ChatMessage, ClientMessage, Generate, Sampling, Span
-from phalanx.services.gateway.validate import check, check_sampling, resolve
+from phalanx.services.gateway.validate import check, check_sampling, resolve, sampling_for
 from phalanx.services.model_limits import ModelLimits, read_model
 
 MODEL = ModelLimits("tiny", vocab_size=512, max_positions=256, eos_token_id=1)
@@ -87,6 +88,8 @@ def test_a_text_of_any_size_is_judged_at_once() -> None:
 
 BAD_SAMPLING: list[dict[str, Any]] = [
     {"temperature": -0.1},
+    {"prompt_logprobs": -1},
+    {"prompt_logprobs": 21},
     {"temperature": 1e9},
     {"top_p": 0.0},
     {"top_p": 1.1},
@@ -137,6 +140,27 @@ def test_ranges_of_sampling(fields: dict[str, Any]) -> None:
     assert name in caught.value.text
     if isinstance(value, int | float):
         assert f"{value:g}" in caught.value.text or str(value) in caught.value.text
+
+
+def test_prompt_logprobs_need_every_row() -> None:
+    compact = replace(MODEL, skips_prompt_rows=True)
+    check_sampling(Sampling(logprobs=1), compact)
+    check_sampling(Sampling(prompt_logprobs=1), MODEL)
+    with pytest.raises(Refused) as caught:
+        check_sampling(Sampling(prompt_logprobs=0), compact)
+    assert caught.value.code is Code.BAD_REQUEST and "yoco_truncation" in caught.value.text
+
+
+def test_no_outputs_only_where_the_prompt_is_scored() -> None:
+    scoring = Sampling(max_tokens=0, prompt_logprobs=0)
+    check_sampling(scoring, MODEL)
+    with pytest.raises(Refused, match="max_tokens is 0"):
+        check_sampling(Sampling(max_tokens=0), MODEL)
+    longest = range(MODEL.max_positions)
+    resolved = sampling_for(scoring, len(longest), MODEL, None, 9, 1)
+    assert resolved.max_tokens == 0
+    with pytest.raises(Refused, match="at least 1 for the output"):
+        sampling_for(scoring, len(longest) + 1, MODEL, None, 9, 1)
 
 
 @pytest.mark.parametrize("name", [*REALS, "logit_bias"])

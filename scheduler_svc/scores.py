@@ -1,0 +1,42 @@
+"""Log-probabilities of one sequence's prompt as the steps tell them. Pure."""
+
+import numpy as np
+
+from phalanx.protocol.messages import Sampling
+from phalanx.protocol.prompt_logprobs import record_bytes
+
+
+class Scores:
+    """Records of prompt tokens 1, 2, ... as far as computed; they outlive a preemption."""
+
+    def __init__(self, sampling: Sampling, num_prompt: int) -> None:
+        wanted = sampling.prompt_logprobs
+        self.wanted = wanted is not None
+        self.record_bytes = record_bytes(wanted or 0)
+        self._total = num_prompt - 1 if self.wanted else 0
+        self.records = bytearray()
+
+    @property
+    def count(self) -> int:
+        return len(self.records) // self.record_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is missing; at once where none are wanted."""
+        return self.count == self._total
+
+    def add(self, first: int, records: bytes) -> bool:
+        """Enter records from number `first` on; those known already are dropped.
+
+        Returns:
+            False: the model's numbers are broken, and none of them was entered.
+        """
+        words = np.frombuffer(records, np.float32).reshape(-1, self.record_bytes // 4)
+        if np.isnan(words[:, 0]).any():
+            return False
+        assert first <= self.count, "records were left out"
+        self.records += records[(self.count - first) * self.record_bytes :]
+        return True
+
+    def of(self, first: int, end: int) -> bytes:
+        return bytes(self.records[first * self.record_bytes : end * self.record_bytes])
