@@ -1,6 +1,11 @@
 """`python -m phalanx.supervisor --run-dir DIR`: run the node whose configuration is saved there."""
 
+import os
+import shutil
+import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
@@ -10,6 +15,8 @@ from phalanx.protocol.config import load_config, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.supervisor.main import run_node, write_failure
 
+_AGAIN_S = 0.2
+
 
 @click.command()
 @click.option("--run-dir", type=click.Path(path_type=Path), required=True)
@@ -18,7 +25,14 @@ from phalanx.supervisor.main import run_node, write_failure
     type=click.Path(path_type=Path),
     help="Read the configuration from here instead; it is saved once the run directory is ours.",
 )
-def main(run_dir: Path, config: Path | None) -> None:
+@click.option(
+    "--owner-fd", type=int, help="Read end: when it closes, stop and remove the run directory."
+)
+def main(run_dir: Path, config: Path | None, owner_fd: int | None) -> None:
+    orphaned = threading.Event()
+    if owner_fd is not None:
+        os.set_inheritable(owner_fd, False)
+        threading.Thread(target=_follow, args=(owner_fd, orphaned), daemon=True).start()
     try:
         code = run_node(parse_config(config) if config else load_config(run_dir))
     except ConfigError as error:
@@ -31,7 +45,19 @@ def main(run_dir: Path, config: Path | None) -> None:
         traceback.print_exc()
         write_failure(run_dir, ExitCode.INTERNAL, f"the supervisor crashed: {error!r}")
         code = ExitCode.INTERNAL
+    if orphaned.is_set():
+        shutil.rmtree(run_dir, ignore_errors=True)
     sys.exit(code)
+
+
+def _follow(owner_fd: int, orphaned: threading.Event) -> None:
+    """Interrupt this process, twice so that it stops at once, when its owner is gone."""
+    while os.read(owner_fd, 1):
+        pass
+    orphaned.set()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(_AGAIN_S)
 
 
 main()

@@ -28,7 +28,7 @@ from phalanx.supervisor.commands.common import (
     run_dir_option,
 )
 from phalanx.supervisor.commands.node import private_node
-from phalanx.supervisor.commands.prompts import BadLine, parse_file, parse_texts
+from phalanx.supervisor.commands.prompts import BadLine, parse_file, parse_texts, sampling_options
 
 _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
 
@@ -42,20 +42,7 @@ _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
     "--model", default=None, help="Start a node for this model (a name or DIR) and stop it again."
 )
 @click.option("--ranks", default=1, help="Ranks of that node.")
-@click.option("--max-tokens", type=int, default=None)
-@click.option("--temperature", type=float, default=None, help="0 is greedy.")
-@click.option("--top-p", type=float, default=None)
-@click.option("--top-k", type=int, default=None)
-@click.option("--seed", type=int, default=None, help="Drawn and reported when absent.")
-@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, default=None)
-@click.option(
-    "--prompt-logprobs",
-    type=int,
-    default=None,
-    help="With --json: of each prompt token and of so many likeliest. Goes with --max-tokens 0, too.",
-)
-@click.option("--n", type=int, default=None, help="Sequences of each prompt.")
+@sampling_options
 @click.option("--no-stream", is_flag=True, help="Fetch each sequence whole.")
 @click.option(
     "--timeout", type=float, callback=check_seconds, default=None, help="Seconds for each request."
@@ -145,13 +132,13 @@ def _results(
     positions = [i for i, request in enumerate(requests) if isinstance(request, Spec)]
     for position, request in enumerate(requests):
         if isinstance(request, BadLine):
-            yield position, _refused(request.text)
+            yield position, refused(request.text)
     specs = [request for request in requests if isinstance(request, Spec)]
     for number, result in client.generate_many(specs, timeout=timeout):
         yield positions[number], result
 
 
-def _refused(text: str) -> Result:
+def refused(text: str) -> Result:
     return Result("", 0, "", (), "error", Usage(0, 0), 0, None, code=Code.BAD_REQUEST, error=text)
 
 
@@ -165,7 +152,7 @@ def _run_batch(
     with Progress(*columns, console=errors, disable=not show) as progress:
         task = progress.add_task("sequences", total=expected)
         for position, result in _results(client, requests, timeout):
-            worst = max(worst, _exit_code(result))
+            worst = max(worst, exit_code(result))
             tokens += len(result.token_ids)
             if as_json:
                 print_json(document(position, result))
@@ -187,7 +174,7 @@ def _print_result(position: int, result: Result) -> None:
         console.print(Text(result.text))
 
 
-def _exit_code(result: Result) -> int:
+def exit_code(result: Result) -> int:
     if not result.error:
         return 0
     if result.code is None:  # the node said nothing of it: its time ran out, or the gateway's

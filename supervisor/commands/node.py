@@ -139,18 +139,26 @@ def resolve_model(name: str) -> Path:
     return Path(result.stdout.strip())
 
 
-def start_detached(config: NodeConfig, quiet: bool = True) -> StatusReply:
+def start_detached(
+    config: NodeConfig, quiet: bool = True, owner_fd: int | None = None
+) -> StatusReply:
     """Start a supervisor in a session of its own and wait until the node is ready.
+
+    Args:
+        owner_fd: The read end of a pipe: when its other end closes the node stops, and its run directory
+            goes with it.
 
     Raises PhalanxError with the reason when it gives up instead.
     """
+    owner = [] if owner_fd is None else ["--owner-fd", str(owner_fd)]
     failure = config.run_path / FAILED_FILE
     failure.unlink(missing_ok=True)
     # Not yet as the node's own: until the supervisor holds the lock, another node may live there.
     wanted = config.save(f"config.{os.getpid()}.json")
     with (config.run_path / LOG_DIR / "supervisor.out").open("ab") as output:
         child = subprocess.Popen(
-            [*_SUPERVISOR, "--run-dir", config.run_dir, "--config", str(wanted)],
+            [*_SUPERVISOR, "--run-dir", config.run_dir, "--config", str(wanted), *owner],
+            pass_fds=[] if owner_fd is None else [owner_fd],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -182,15 +190,26 @@ def _await_ready(config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bo
 def private_node(
     model: str, ranks: int, quiet: bool = True, inject: bool = False
 ) -> Iterator[tuple[NodeConfig, StatusReply]]:
-    """A node of one's own in a temporary run directory; everything is gone at the end."""
+    """A node of one's own in a temporary run directory; everything is gone at the end, also when this
+    process is killed."""
     with tempfile.TemporaryDirectory(prefix="ph") as folder:
         given = {"model": model, "ranks": ranks, "fault_injection": inject}
         config = build_config(NodeConfig(), Path(folder), given)
-        status = start_detached(config, quiet)
+        read_end, write_end = os.pipe()
+        try:
+            status = start_detached(config, quiet, read_end)
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
         try:
             yield config, status
         finally:
-            killed = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
+            try:
+                killed = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
+            finally:
+                os.close(write_end)
             if left := [*killed, *names(config.node)]:
                 raise PhalanxError(f"the node left something behind: {', '.join(left)}")
 

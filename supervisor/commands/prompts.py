@@ -2,20 +2,46 @@
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import click
 import msgspec
 
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.messages import ChatMessage, Sampling
 from phalanx.services.client import Spec
 
+F = TypeVar("F", bound=Callable[..., Any])
 _SAMPLING_FIELDS = frozenset(Sampling.__struct_fields__)
 _PROMPT_FIELDS = ("prompt", "prompt_token_ids", "messages")
 _OTHER_FIELDS = frozenset({*_PROMPT_FIELDS, "n", "model"})
+
+
+def sampling_options(function: F) -> F:
+    """Options of every command that generates: defaults for requests that do not say."""
+    for option in (
+        click.option(
+            "--prompt-logprobs",
+            type=int,
+            default=None,
+            help="With --json: of each prompt token and of so many likeliest. Goes with --max-tokens 0, too.",
+        ),
+        click.option("--n", type=int, default=None, help="Sequences of each prompt."),
+        click.option("--ignore-eos", is_flag=True, default=None),
+        click.option(
+            "--stop", multiple=True, help="End before this text; may be given several times."
+        ),
+        click.option("--seed", type=int, default=None, help="Drawn and reported when absent."),
+        click.option("--top-k", type=int, default=None),
+        click.option("--top-p", type=float, default=None),
+        click.option("--temperature", type=float, default=None, help="0 is greedy."),
+        click.option("--max-tokens", type=int, default=None),
+    ):
+        function = option(function)
+    return function
 
 
 @dataclass(frozen=True)
@@ -27,11 +53,16 @@ class BadLine:
 
 def parse_file(path: Path, defaults: dict[str, Any], stream: bool) -> list[Spec | BadLine]:
     """One entry a non-empty line. Raises ConfigError when the file cannot be read."""
+    return [parse_line(line, defaults, stream) for line in read_lines(path)]
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The lines that are not empty. Raises ConfigError when the file cannot be read."""
     try:
         lines = path.read_bytes().removeprefix(BOM_UTF8).splitlines()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    return [_parse_line(line, defaults, stream) for line in lines if line.strip()]
+    return [line for line in lines if line.strip()]
 
 
 def parse_texts(
@@ -40,7 +71,7 @@ def parse_texts(
     return [_parse({"prompt": text}, defaults, stream) for text in texts]
 
 
-def _parse_line(line: bytes, defaults: dict[str, Any], stream: bool) -> Spec | BadLine:
+def parse_line(line: bytes, defaults: dict[str, Any], stream: bool) -> Spec | BadLine:
     try:
         fields = json.loads(line.decode())
     except UnicodeDecodeError as error:
