@@ -32,6 +32,7 @@ from phalanx.services.template import RECIPE_MODEL
 
 HEALTH_S = 0.5  # an answer that comes later is no sign of health
 REQUEST_ID_CHARS_MAX = 128
+LONG_BODY_BYTES = 1 << 16
 _Body = Callable[[HttpError], dict[str, Any]]
 
 
@@ -117,9 +118,9 @@ class Server:
             who = self.keys.who(request.headers)
             if self.stopping:
                 raise HttpError(503, "shutdown", "the server is stopping", retry_after_s=5)
-            body = await self._body(request)
+            body, size = await self._sized_body(request)
             self._check_model(body)
-            asked = ask(body)
+            asked = await self._understood(ask, body, size)
             timeout_s = self._timeout_s(request, body)
             await self._while_connected(request, whole.enter_async_context(self.gate.place(who)))
             running = Running(self.client, asked.specs, timeout_s)
@@ -227,8 +228,17 @@ class Server:
 
     # ------------------------------------------------------------ bodies
 
+    async def _understood(
+        self, ask: Callable[[dict[str, Any]], Asked], body: dict[str, Any], size: int
+    ) -> Asked:
+        """A long body is read in a thread: no stream must wait for it."""
+        return ask(body) if size < LONG_BODY_BYTES else await asyncio.to_thread(ask, body)
+
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The body as a JSON object. Raises HttpError 400 or 413."""
+        return (await self._sized_body(request))[0]
+
+    async def _sized_body(self, request: Request) -> tuple[dict[str, Any], int]:
+        """(the body as a JSON object, its bytes). Raises HttpError 400 or 413."""
         most = self.config.max_body_bytes
         parts, size = [], 0
         async for part in request.stream():
@@ -237,7 +247,7 @@ class Server:
                 raise HttpError(413, "too_large", f"the body has more than {most} bytes")
             parts.append(part)
         try:
-            return msgspec.json.decode(b"".join(parts), type=dict[str, Any])
+            return msgspec.json.decode(b"".join(parts), type=dict[str, Any]), size
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise bad(f"the body is not a JSON object: {error}") from error
 

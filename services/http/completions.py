@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from phalanx.protocol.messages import Delta, Final, TokenLogprobs, Usage
+from phalanx.protocol.messages import Delta, Final, PromptLogprob, TokenLogprobs, Usage
 from phalanx.services.client_flow import Prompt, Spec
 from phalanx.services.http.errors import HttpError, bad, openai_body
 from phalanx.services.http.replies import LOGPROB_MIN, SSE, Asked, Started, check_end
@@ -23,6 +23,7 @@ class Words:
 
     spell: Callable[[int], str]  # one token
     text: Callable[[Sequence[int]], str]  # a prompt that was given as ids
+    encode: Callable[[str], list[int]]  # raises PhalanxError
 
 
 def ask(body: dict[str, Any], model_name: str, words: Words) -> Asked:
@@ -31,28 +32,34 @@ def ask(body: dict[str, Any], model_name: str, words: Words) -> Asked:
     n = whole(body, "n", 1)
     if whole(body, "best_of", n) != n:
         raise bad("best_of other than n is not supported", "best_of")
-    prompts = _prompts(body.get("prompt"))
+    prompts, scored = _prompts(body.get("prompt")), list[list[int]]()
     stream, echo = bool(body.get("stream")), bool(body.get("echo"))
     logprobs = body.get("logprobs")
     if isinstance(logprobs, bool):  # as chat has it
         logprobs = whole(body, "top_logprobs", 0) if logprobs else None
+    if echo and logprobs is not None:
+        scored = [words.encode(p) if isinstance(p, str) else list(p) for p in prompts]
     fields = {
         "max_tokens": whole(body, "max_tokens", DEFAULT_MAX_TOKENS),
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p"),
         "seed": body.get("seed"),
         "logprobs": logprobs,
+        "prompt_logprobs": logprobs if echo else None,
         "stop": stops(body.get("stop")),
     }
     chosen = sampling(body, fields)
     options = body.get("stream_options")
     include_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    specs = [Spec(prompt, chosen, n, stream) for prompt in prompts]
+    # What is scored is sent as ids, so that every log-probability has its token.
+    specs = [Spec(prompt, chosen, n, stream) for prompt in scored or prompts]
     echoes = [words.text(p) if not isinstance(p, str) else p for p in prompts] if echo else []
     return Asked(
         specs,
         stream,
-        lambda: CompletionsReply(model_name, n, echoes, include_usage, words, logprobs is not None),
+        lambda: CompletionsReply(
+            model_name, n, echoes, scored, include_usage, words, logprobs is not None
+        ),
     )
 
 
@@ -95,11 +102,12 @@ class CompletionsReply:
         model_name: str,
         n: int,
         echoes: list[str],
+        scored: list[list[int]],
         include_usage: bool,
         words: Words,
         logprobs: bool,
     ) -> None:
-        self._model_name, self._n, self._echoes = model_name, n, echoes
+        self._model_name, self._n, self._echoes, self._scored = model_name, n, echoes, scored
         self._include_usage, self._words, self._logprobs = include_usage, words, logprobs
         self._created = int(time.time())
         self._id = ""
@@ -111,10 +119,20 @@ class CompletionsReply:
         self._choices = [_Choice() for _ in range(len(started) * self._n)]
         found: list[SSE] = []
         for number, choice in enumerate(self._choices):
-            if self._echoes:
+            if self._echoes and not self._scored:
                 choice.text = self._echoes[number // self._n]
                 choice.offset = len(choice.text)
                 found.append(self._chunk(number, choice.text, None))
+        return found
+
+    def scored(self, prompt: int, entries: Sequence[PromptLogprob | None]) -> list[SSE]:
+        """The prompt's own tokens open each of its choices."""
+        found: list[SSE] = []
+        for number in range(prompt * self._n, (prompt + 1) * self._n):
+            choice = self._choices[number]
+            choice.text = self._echoes[prompt]
+            logprobs = self._spelled(choice, self._scored[prompt], entries)
+            found.append(self._chunk(number, choice.text, None, logprobs))
         return found
 
     def take(self, prompt: int, event: Delta | Final) -> list[SSE]:
@@ -122,26 +140,33 @@ class CompletionsReply:
         choice = self._choices[number]
         choice.text += event.text
         if isinstance(event, Delta):
-            logprobs = self._spelled(choice, event) if self._logprobs else None
+            entries = event.logprobs
+            logprobs = self._spelled(choice, event.token_ids, entries) if self._logprobs else None
             return [self._chunk(number, event.text, None, logprobs)]
         check_end(event)
         choice.finish_reason = event.finish_reason
         self._usages[prompt, event.index] = event.usage
         return [self._chunk(number, event.text, event.finish_reason)]
 
-    def _spelled(self, choice: _Choice, delta: Delta) -> dict[str, list[Any]]:
-        """Log-probabilities of a delta's tokens; they also join those of the choice."""
+    def _spelled(
+        self,
+        choice: _Choice,
+        token_ids: Sequence[int],
+        entries: Sequence[TokenLogprobs | PromptLogprob | None],
+    ) -> dict[str, list[Any]]:
+        """Log-probabilities of tokens that follow those of the choice, which they join."""
         found: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+        for token, entry in zip(token_ids, entries, strict=True):
             word = self._words.spell(token)
+            logprob = None if entry is None else max(entry.logprob, LOGPROB_MIN)
             found["tokens"].append(word)
-            found["token_logprobs"].append(max(entry.logprob, LOGPROB_MIN))
-            found["top_logprobs"].append(self._tops(entry))
+            found["token_logprobs"].append(logprob)
+            found["top_logprobs"].append(None if entry is None else self._tops(entry))
             found["text_offset"].append(choice.offset)
             choice.offset += len(word)
         if choice.logprobs is None:
@@ -150,7 +175,7 @@ class CompletionsReply:
             choice.logprobs[name] += values
         return found
 
-    def _tops(self, entry: TokenLogprobs) -> dict[str, float]:
+    def _tops(self, entry: TokenLogprobs | PromptLogprob) -> dict[str, float]:
         pairs = zip(entry.top_ids, entry.top_logprobs, strict=True)
         return {self._words.spell(token): max(value, LOGPROB_MIN) for token, value in pairs}
 

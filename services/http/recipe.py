@@ -14,7 +14,7 @@ import deepseek_recipe as recipe
 import msgspec
 
 from phalanx.protocol.limits import SEED_MAX
-from phalanx.protocol.messages import Delta, Final, TokenLogprobs, Usage
+from phalanx.protocol.messages import Delta, Final, PromptLogprob, TokenLogprobs, Usage
 from phalanx.services.client_flow import Spec
 from phalanx.services.http.errors import HttpError, anthropic_body, bad, openai_body
 from phalanx.services.http.replies import LOGPROB_MIN, SSE, Asked, Started, check_end
@@ -171,6 +171,9 @@ class RecipeReply:
             )
             found += self._said(index, processor.push(ready))
         return found
+
+    def scored(self, prompt: int, entries: Sequence[PromptLogprob | None]) -> list[SSE]:
+        return []  # these APIs have no place for them
 
     def take(self, prompt: int, event: Delta | Final) -> list[SSE]:
         index, processor = event.index, self._processors[event.index]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.protocol.messages import Delta, Final
+from phalanx.protocol.messages import Delta, Final, PromptLogprob
 from phalanx.services.client_flow import Spec
 from phalanx.services.http.errors import HttpError, of_code
 
@@ -35,6 +35,9 @@ class Reply(Protocol):
     """The state of one reply. `prompt` counts the request's prompts from 0."""
 
     def begin(self, started: Sequence[Started]) -> list[SSE]: ...
+
+    def scored(self, prompt: int, entries: Sequence[PromptLogprob | None]) -> list[SSE]:
+        """Log-probabilities of a prompt's tokens, where they were asked for; before its first event."""
 
     def take(self, prompt: int, event: Delta | Final) -> list[SSE]:
         """Raises HttpError when the sequence ended badly."""

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from phalanx.protocol.errors import PhalanxError
-from phalanx.protocol.messages import Delta, Final
+from phalanx.protocol.messages import Delta, Final, PromptLogprob
 from phalanx.services.client_async import AsyncClient, AsyncStream
 from phalanx.services.client_flow import Spec
 from phalanx.services.http import errors
@@ -41,6 +41,10 @@ class Running:
         """End what still runs: nobody reads it any more."""
         for stream in self._streams:
             stream.abort()
+
+    def scores(self, prompt: int) -> tuple[PromptLogprob | None, ...]:
+        """Of the prompt's tokens, whole once its first event is there; empty unless asked for."""
+        return self._streams[prompt].prompt_logprobs
 
     async def batches(self, quiet_s: float) -> AsyncIterator[tuple[int, list[Delta | Final]]]:
         """(prompt, its new events); (-1, []) when nothing came for `quiet_s`. Raises PhalanxError."""
@@ -87,13 +91,18 @@ async def stream_of(
     running: Running, reply: Reply, started: list[Started], keep_alive_s: float
 ) -> AsyncIterator[bytes]:
     """The reply as server-sent events. A pause of the node is bridged with comments."""
+    begun = set[int]()
     try:
         yield b"".join(event.encode() for event in reply.begin(started))
         async for prompt, events in running.batches(keep_alive_s):
             if not events:
                 yield _KEEP_ALIVE
                 continue
-            said = [sse for event in joined(events) for sse in reply.take(prompt, event)]
+            said = []
+            if prompt not in begun and (scores := running.scores(prompt)):
+                said += reply.scored(prompt, scores)
+            begun.add(prompt)
+            said += [sse for event in joined(events) for sse in reply.take(prompt, event)]
             if said:
                 yield b"".join(event.encode() for event in said)
         yield b"".join(event.encode() for event in reply.end())
@@ -107,7 +116,11 @@ async def document_of(running: Running, reply: Reply, started: list[Started]) ->
     """The whole reply. Raises HttpError."""
     try:
         reply.begin(started)
+        begun = set[int]()
         async for prompt, events in running.batches(3600.0):
+            if events and prompt not in begun and (scores := running.scores(prompt)):
+                reply.scored(prompt, scores)
+            begun.add(prompt)
             for event in joined(events):
                 reply.take(prompt, event)
         return reply.document()

@@ -27,7 +27,7 @@ class Tokens:
         def spell(token: int) -> str:
             return self.tokenizer.decode([token], skip_special_tokens=False)
 
-        self.words = Words(spell, self._text)
+        self.words = Words(spell, self._text, lambda text: self._encode(Encode(0, text)).tolist())
 
     def _text(self, ids: Sequence[int]) -> str:
         try:

@@ -128,6 +128,26 @@ def test_completions_of_texts_and_ids(client: openai.OpenAI) -> None:
     assert many.usage is not None and many.usage.completion_tokens == 20
 
 
+def test_a_prompt_is_scored(client: openai.OpenAI) -> None:
+    text = "The sea was calm"
+    ask: Any = {"model": MODEL, "echo": True, "logprobs": 1, "seed": 3}
+    one = client.completions.create(prompt=text, max_tokens=2, **ask).choices[0]
+    found = one.logprobs
+    assert found is not None and found.tokens and found.token_logprobs and found.top_logprobs
+    assert "".join(found.tokens) == one.text and one.text.startswith(text)
+    assert found.token_logprobs[0] is None and all(p <= 0 for p in found.token_logprobs[1:])  # type: ignore[operator]
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    alone = client.completions.create(prompt=ids, max_tokens=0, **ask)
+    assert alone.usage is not None and alone.usage.completion_tokens == 0
+    scores = alone.choices[0].logprobs
+    assert scores is not None and scores.token_logprobs == found.token_logprobs[: len(ids)]
+    streamed: list[Any] = []
+    for chunk in client.completions.create(prompt=text, max_tokens=2, stream=True, **ask):
+        for choice in chunk.choices:
+            streamed += (choice.logprobs.token_logprobs or []) if choice.logprobs else []
+    assert streamed == found.token_logprobs
+
+
 def test_messages_and_responses(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     ask: Any = {"model": MODEL, "max_tokens": 8, "messages": HELLO, "extra_body": {"seed": 4}}
     message = claude.messages.create(**ask)
