@@ -66,6 +66,8 @@ TICK_NS = 100 * MS  # how often timers are looked at
 # How long a restarted gateway waits for the schedulers to say what they run.
 RECOVER_NS = 3_000 * MS
 ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
+# Services answer to whichever gateway is there: what the last one asked is no answer to this one.
+CALLS_PER_LIFE = 1 << 40
 
 
 class Core:
@@ -77,11 +79,13 @@ class Core:
         self._bus: list[tuple[bytes, BusFromGateway]] = []
         self._ledger: Ledger[Pending | Request] = Ledger()
         self._admission = Admission(settings)
-        self._texts = Texts(self._to_bus)
+        first_call = settings.incarnation * CALLS_PER_LIFE
+        self._texts = Texts(self._to_bus, first_call)
         self._placement = Placement(
             self._to_bus,
             seat_capacity=settings.seat_capacity,
             first_attempt=settings.incarnation * ATTEMPTS_PER_LIFE,
+            first_call=first_call,
             eos_token_id=settings.model.eos_token_id,
         )
         self._delivery = Delivery()

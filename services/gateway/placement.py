@@ -56,6 +56,7 @@ class Placement:
         *,
         seat_capacity: int,
         first_attempt: int,
+        first_call: int,
         eos_token_id: int,
     ) -> None:
         self._send = send
@@ -73,7 +74,7 @@ class Placement:
         self._pinned: list[Stream] = []  # wait for one certain seat
         self._ended: list[Stream] = []
         self._newest = ("", -1)  # (request id, seat) of the sequence placed last
-        self._last_call = 0
+        self._last_call = first_call
 
     # --- the seats' comings and goings ---
 
@@ -359,6 +360,11 @@ class Placement:
             self._unplace(stream)
             self.enqueue(stream, priority=1)
             return (len(stream.tokens), stream.num_scores) > before
+        if stream.lacks_logprobs(item):
+            # Of tokens that an earlier place made its scheduler never had any: they are made again.
+            self.release(stream, None if item.finish_reason is not None else "abort")
+            self.enqueue(stream, priority=1)
+            return False
         if not stream.take(item):
             self._ask(stream, place, seat, now_ns)
             return False

@@ -176,6 +176,12 @@ class Stream:
         self.scores += item.prompt_logprobs[(have - item.prompt_offset) * record_bytes(num_top) :]
         return True
 
+    def lacks_logprobs(self, item: TokensItem) -> bool:
+        """Whether it brings new tokens without the log-probabilities that were asked for."""
+        new = item.offset + len(item.token_ids) > len(self.tokens)
+        wanted = self.sampling.logprobs is not None
+        return wanted and new and len(item.logprobs) != len(item.token_ids)
+
     def implied_end(self, eos_token_id: int) -> End | None:
         """The end that the tokens themselves tell, if the scheduler's word on it is lost.
 

@@ -84,12 +84,12 @@ class Tokenizer:
 class Texts:
     """The pool. `dispatch` once a turn, after all events."""
 
-    def __init__(self, send: Callable[[bytes, Encode | Decode], None]) -> None:
+    def __init__(self, send: Callable[[bytes, Encode | Decode], None], first_call: int) -> None:
         self._send = send
         self._pool: dict[str, Tokenizer] = {}  # by process name
         self._encodes: deque[EncodeJob] = deque()
         self._dirty: dict[int, Stream] = {}  # streams with tokens to decode
-        self._last_call = 0
+        self._last_call = first_call
         self.failed: list[EncodeJob | Stream] = []  # jobs that too many tokenizers died over
 
     def hello(self, peer: bytes, name: str, incarnation: int, now_ns: int) -> None:

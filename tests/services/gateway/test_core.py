@@ -645,6 +645,46 @@ def test_a_new_gateway_adopts_what_runs_and_submits_only_the_rest() -> None:
     assert delta == Delta("r" * 32, 1, 1, (11,), "[11]")
 
 
+def test_an_adopted_sequence_that_lacks_logprobs_is_run_anew() -> None:
+    """Its scheduler got the first tokens from a gateway before, without their log-probabilities."""
+    desk = Desk(Recovered(entry(Sampling(seed=1, max_tokens=9, logprobs=0))), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    outputs = array("i", [10, 11, 12]).tobytes()
+    desk.scheduler(0, 1, SequenceInfo("r" * 32, 0, 33, outputs, None))
+    desk.scheduler(1)
+    assert (b"scheduler-0#1", Resend("r" * 32, 0, 33, 0)) in desk.bus
+    item = TokensItem("r" * 32, 0, 33, 0, (10, 11, 12))
+    desk.says(b"scheduler-0#1", Tokens(0, 1, 1, (item,)))
+    ((peer, abort),) = desk.sent(AbortSequence)
+    assert isinstance(abort, AbortSequence) and (peer, abort.attempt) == (b"scheduler-0#1", 33)
+    ((seat, submit),) = desk.submits()
+    assert (submit.outputs, submit.attempt) == (b"", 7 << 20)
+    right = tuple(TokenLogprobs(-float(token)) for token in (10, 11))
+    item = TokensItem("r" * 32, 0, submit.attempt, 0, (10, 11), logprobs=right)
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 2, (item,)))
+    desk.says(T0, Hello("tokenizer-0", "tokenizer", 1))
+    desk.asks(Attach(1, "r" * 32))
+    desk.decodes()
+    assert desk.told()[-1] == Delta("r" * 32, 0, 0, (10, 11), "[10][11]", right)
+
+
+def test_answers_to_the_last_gateway_are_no_answers_to_this_one() -> None:
+    """A service that was busy when the gateway died answers the next one, which counts its own calls."""
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    for call in range(200):
+        desk.says(seat, Refusal(call, Code.BAD_REQUEST, "asked by another"))
+    assert not desk.told() and not desk.submits()
+    desk.produces(seat, submit, 0, 7)
+    ((peer, decode),) = [pair for pair in desk.bus if isinstance(pair[1], Decode)]
+    (item,) = decode.items
+    for call in range(200):
+        desk.says(peer, Decoded(call, (DecodedItem(item.stream, ("wrong",), "", b""),)))
+    desk.decodes()
+    assert desk.told() == [Delta(rid, 0, 0, (7,), "[7]")]
+
+
 def test_a_new_gateway_does_not_wait_for_ever_for_a_scheduler() -> None:
     desk = Desk(Recovered(entry()), seats=0)
     desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
