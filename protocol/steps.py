@@ -134,6 +134,11 @@ class Link:
         encoded = self._results.read()
         return None if encoded is None else _result_decoder.decode(encoded)
 
+    @property
+    def taken(self) -> bool:
+        """Whether some worker has said hello on it: plans that it left unread are for nobody else."""
+        return self._results.positions[0] > 0
+
     def positions(self) -> dict[str, tuple[int, int]]:
         """Ring name -> (bytes written, bytes read): shows an operator which side is behind."""
         return {ring.name: ring.positions for ring in (self._plans, self._results)}

@@ -64,7 +64,8 @@ class Shell:
             columns,
             store_enabled=config.kvstore.enabled,
         )
-        self.seat = SeatLink(service.board, config.node, service.seat, service.incarnation)
+        row = service.board.seats[service.seat]
+        self.seat = SeatLink(row, config.node, service.seat, service.incarnation)
         identity = f"{service.name}#{service.incarnation}"
         self.bus = connect_dealer(endpoint(service.run_dir, BUS_SOCKET), identity)
         store = endpoint(service.run_dir, KVSTORE_SOCKET)

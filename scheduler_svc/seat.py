@@ -1,16 +1,26 @@
 """The two rings to the worker of one seat, made anew for each worker incarnation."""
 
-from phalanx.protocol.board import Board
+from collections.abc import Callable
+
+from phalanx.protocol.board import SeatRow
 from phalanx.protocol.steps import Link, StepPlan, ToScheduler, WorkerHello
 from phalanx.protocol.topology import Seat
 
 
 class SeatLink:
-    """Keeps `board.seats[seat].link` on a link that only the present worker and we use."""
+    """Keeps the link number in `row`, the seat's words on the board, on a link that only the present
+    worker and we use."""
 
-    def __init__(self, board: Board, node: str, seat: int, incarnation: int) -> None:
-        self._board, self._node, self._seat, self._incarnation = board, node, seat, incarnation
-        self._row = board.seats[seat]
+    def __init__(
+        self,
+        row: SeatRow,
+        node: str,
+        seat: int,
+        incarnation: int,
+        make_link: Callable[[str, int, int, SeatRow], Link] = Link.create,
+    ) -> None:
+        self._row, self._node, self._seat, self._incarnation = row, node, seat, incarnation
+        self._make_link = make_link
         self._number = 0
         self._worker = 0  # incarnation as the topology has it, 0: none seen yet
         self._hello: WorkerHello | None = None  # came before the topology knew its sender
@@ -22,7 +32,7 @@ class SeatLink:
         self._number += 1
         self._greeted, self._hello = False, None
         link = (self._incarnation << 32) | self._number
-        self._link = Link.create(self._node, self._seat, link, self._row)
+        self._link = self._make_link(self._node, self._seat, link, self._row)
         self._row.link = link
         self._row.bell.ring()
 
@@ -48,6 +58,10 @@ class SeatLink:
                 self._hello, self._greeted = message, False
             elif self._greeted:
                 messages.append(message)
+        if self._hello is not None and self._hello.worker_incarnation < self._worker:
+            # It died before the topology named it to us; its successor takes no link that was taken.
+            self._link.close()
+            self._open()
         if self._hello is not None and self._is_present(self._hello):
             messages.append(self._hello)
             self._hello, self._greeted = None, True

@@ -144,6 +144,12 @@ class Rank:
         except ArenaError as error:  # its scheduler died meanwhile; the next one publishes again
             self._service.log.warning("link gone", link=number, error=str(error))
             return
+        if link.taken:
+            # By the worker before us, whose unread plans are not for us. Its scheduler hangs or is dead:
+            # once it knows of us, or the next one does, there is another link.
+            link.close()
+            self._link_number = number
+            return
         if self._link is not None:
             self._link.close()
         self._link, self._link_number, self._aborted = link, number, 0

@@ -27,7 +27,7 @@ def board() -> Iterator[Board]:
 
 @pytest.fixture
 def link(board: Board) -> Iterator[SeatLink]:
-    made = SeatLink(board, node_of(board), 4, 3)
+    made = SeatLink(board.seats[4], node_of(board), 4, 3)
     yield made
     made.close()
 
@@ -65,12 +65,30 @@ def test_results_before_a_hello_are_of_a_stranger(board: Board, link: SeatLink) 
     link.follow(seat(2))
     worker = worker_end(board)
     worker.send_result(RESULT)
-    worker.send_result(HashWorker(1, 4, 2).hello())
+    assert link.receive() == []
+    worker.send_result(HashWorker(3, 4, 2).hello())  # of one that the topology does not name yet
     worker.send_result(RESULT)
     assert link.receive() == []
     worker.send_result(HashWorker(2, 4, 2).hello())
     assert link.receive() == [hello(2)]
     worker.close()
+
+
+def test_a_link_that_a_dead_worker_took_is_replaced(board: Board, link: SeatLink) -> None:
+    """A worker that finds a link taken leaves it alone, so there must be another one for it."""
+    worker = worker_end(board)
+    assert not worker.taken
+    worker.send_result(HashWorker(1, 4, 2).hello())
+    assert worker_end(board).taken
+    link.follow(seat(2, "loading"))  # the first topology that we see is of its successor
+    assert link.receive() == [] and link.expects_hello
+    assert board.seats[4].link == (3 << 32) | 2
+    successor = worker_end(board)
+    assert not successor.taken
+    successor.send_result(HashWorker(2, 4, 2).hello())
+    assert link.receive() == [hello(2)]
+    worker.close()
+    successor.close()
 
 
 def test_another_incarnation_gets_another_link(board: Board, link: SeatLink) -> None:
