@@ -25,9 +25,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -P -m pytest -q -m slow
 
-# 100,000 requests through the simulated schedulers; a failing seed is printed (ARGS="--seed N --worlds 1").
+# 100,000 requests through the simulated schedulers, then 10,000 lives of the whole simulated system under
+# faults; failing seeds are printed. Either alone: tests/sim/soak.py, tests/sim/world_soak.py (--help).
 soak: setup
-	$(BIN)/python -P tests/sim/soak.py $(ARGS)
+	$(BIN)/python -P tests/sim/soak.py
+	$(BIN)/python -P tests/sim/world_soak.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ right answer. Some tokens show their text only with the next one, so a lost carr
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -72,8 +72,8 @@ def piece(token: int) -> str:
     return "." if token == 2 else chr(ord("A") + token % 26) + str(token)
 
 
-def encode_text(text: str) -> "array[int]":
-    return array("i", [ord(char) % VOCAB for char in text])
+def encode_text(text: str, vocab: int = VOCAB) -> "array[int]":
+    return array("i", [ord(char) % vocab for char in text])
 
 
 def held(token: int) -> bool:
@@ -98,23 +98,32 @@ class Expected:
 
 
 def expected(sampling: Sampling, prompt: bytes) -> Expected:
-    """The whole stream, from its definition: token by token, the whole text searched each time."""
-    assert sampling.seed is not None and sampling.max_tokens is not None
+    """The whole stream of a request to these fakes."""
+    seed = sampling.seed
+    assert seed is not None
+    return cut_at_its_end(sampling, lambda at: token_at(seed, prompt, at))
+
+
+def cut_at_its_end(sampling: Sampling, token_at: Callable[[int], int]) -> Expected:
+    """The stream of these tokens from its definition: the whole text is searched after each token."""
+    assert sampling.max_tokens is not None
     tokens: list[int] = []
     if sampling.max_tokens == 0:
         return Expected((), "", "length")
     while True:
-        tokens.append(token_at(sampling.seed, prompt, len(tokens)))
+        tokens.append(token_at(len(tokens)))
+        may_stop = len(tokens) >= sampling.min_tokens
         ends = (tokens[-1] == EOS and not sampling.ignore_eos) or tokens[
             -1
         ] in sampling.stop_token_ids
+        ends = ends and may_stop
         done = ends or len(tokens) == sampling.max_tokens
         shown, owed = pieces(tokens, "")
         texts = [*shown, owed] if done else shown
         text, fresh = "".join(texts), len("".join(shown[:-1]))
         for end in range(fresh + 1, len(text) + 1):
             hits = [stop for stop in sampling.stop if text[:end].endswith(stop)]
-            if hits:
+            if hits and may_stop:
                 return Expected(tuple(tokens), text[: end - max(map(len, hits))], "stop")
         if done:
             return Expected(tuple(tokens), text, "stop" if ends else "length")
@@ -123,12 +132,15 @@ def expected(sampling: Sampling, prompt: bytes) -> Expected:
 class FakeTokenizer:
     """Stateless, as the real one."""
 
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self._vocab = vocab
+
     def on(self, message: BusFromGateway) -> list[BusToGateway]:
         if isinstance(message, Encode):
             text = message.prompt
             if text is None:
                 text = "".join(f"{m.role}:{m.content}\n" for m in message.messages or ())
-            return [Encoded(message.call, encode_text(text).tobytes())]
+            return [Encoded(message.call, encode_text(text, self._vocab).tobytes())]
         if isinstance(message, Decode):
             return [Decoded(message.call, tuple(map(self._decode, message.items)))]
         return []

@@ -78,7 +78,11 @@ class HashWorker:
         self.blocks: Ints = np.full((num_blocks, BLOCK_SIZE), NOTHING, np.int64)
         self.rings: Ints = np.full((num_slots, ring), NOTHING, np.int64)
         self.snapshots: Ints = np.full((num_snapshots, ring), NOTHING, np.int64)
-        self.slots = Slots(num_slots)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every sequence, as with a new scheduler; memory keeps what it holds."""
+        self.slots = Slots(self.num_slots)
         self.aborted = 0  # seq of the newest abandoned plan
         self.tables: dict[int, list[int]] = {}
         self.new: dict[int, NewSequence] = {}

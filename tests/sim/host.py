@@ -5,11 +5,10 @@ starved, answer late or never, and die between any two steps of STOP and GO.
 must hold is checked by `host_checks.Checks` as it happens; a failing seed replays exactly.
 """
 
-import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.config import KVStoreConfig, NodeConfig
@@ -37,6 +36,7 @@ from phalanx.supervisor.events import (
 )
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.processes import ProcessSpec, process_table
+from sim.clock import Act, Clock
 from sim.host_checks import Checks
 
 MS = 1_000_000
@@ -60,9 +60,11 @@ class Child:
     reaped: bool = False
     said_ready: bool = False
     killed: bool = False  # SIGKILL was sent
+    afflicted: bool = False  # was other than well at some time
     preparing: bool = False  # a worker loads experts for a GO: it looks at nothing else meanwhile
     progress: int = 0
     waited_ns: int = 0  # for a CPU, in earlier starvations
+    body: Any = None  # what runs in it, where that is simulated as well
 
     @property
     def turns(self) -> bool:
@@ -95,29 +97,39 @@ class Plan:
 class Host:
     seed: int
     make_core: MakeCore = SupervisorCore
-    now_ns: int = 1_000_000_000
+    clock: Clock = field(default_factory=lambda: Clock(1_000_000_000))
     children: dict[str, Child] = field(default_factory=dict[str, Child])
     rows: dict[int, Row] = field(default_factory=dict[int, Row])
     word: int = 1
     topology: Topology | None = None
     finished: Finished | None = None
     story: list[str] = field(default_factory=list[str])
+    load_ms: tuple[int, int] = (300, 3000)  # of a worker
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-        ranks = self.rng.choice([1, 2, 3, 3, 4])
-        config = NodeConfig(
-            ranks=ranks, tokenizers=1, kvstore=KVStoreConfig(enabled=self.rng.random() < 0.5)
-        )
+        self.rng = self._chance()
+        config = self._draw_config()
         self.table = process_table(config)
         self.specs = {spec.name: spec for spec in self.table}
-        self.rows = {seat: Row() for seat in range(ranks)}
-        self.core = self.make_core(self.table, GroupPlacements(LAYERS, EXPERTS, ranks))
+        self.rows = {seat: Row() for seat in range(config.ranks)}
+        self.core = self.make_core(self.table, GroupPlacements(LAYERS, EXPERTS, config.ranks))
         self.checks = Checks(self)
         self.plan = self._draw_plan()
-        self._queue: list[tuple[int, int, Callable[[], None]]] = []
-        self._count = 0
+        self._pids = 0
         self.faults_end_ns = self.now_ns + FAULTS_END_NS
+
+    @property
+    def now_ns(self) -> int:
+        return self.clock.now_ns
+
+    def _chance(self) -> random.Random:
+        return random.Random(self.seed)
+
+    def _draw_config(self) -> NodeConfig:
+        ranks = self.rng.choice([1, 2, 3, 3, 4])
+        return NodeConfig(
+            ranks=ranks, tokenizers=1, kvstore=KVStoreConfig(enabled=self.rng.random() < 0.5)
+        )
 
     def _draw_plan(self) -> Plan:
         rng, names = self.rng, sorted(self.specs)
@@ -137,12 +149,12 @@ class Host:
         for _ in range(self.rng.randint(0, 14)):
             self.after(self.rng.randrange(FAULTS_END_NS), self._random_fault)
         self._tick()
-        self._advance(self.faults_end_ns, lambda: False)
-        self._advance(self.faults_end_ns + CALM_NS, self._settled)
+        self.clock.advance(self.faults_end_ns)
+        self.clock.advance(self.faults_end_ns + CALM_NS, self._settled)
         self.checks.settled()
         if self.finished is None:
             self.feed(ShutdownAsked(self.rng.choice([0, 500, 3000])))
-        self._advance(self.now_ns + 30_000 * MS, lambda: self.finished is not None)
+        self.clock.advance(self.now_ns + 30_000 * MS, lambda: self.finished is not None)
         self.checks.finished()
         self.lived_s = (self.now_ns - start_ns) / 1e9
         return self
@@ -152,20 +164,8 @@ class Host:
             not self.core.reasons() and all(c.mood == "well" for c in self.children.values())
         )
 
-    def _advance(self, end_ns: int, done: Callable[[], bool]) -> None:
-        while self._queue and not done():
-            due_ns, _, act = self._queue[0]
-            if due_ns > end_ns:
-                break
-            heapq.heappop(self._queue)
-            self.now_ns = due_ns
-            act()
-        if not done():
-            self.now_ns = max(self.now_ns, end_ns)
-
-    def after(self, delay_ns: int, act: Callable[[], None]) -> None:
-        self._count += 1  # breaks ties, so that the heap never compares functions
-        heapq.heappush(self._queue, (self.now_ns + delay_ns, self._count, act))
+    def after(self, delay_ns: int, act: Act) -> None:
+        self.clock.after(delay_ns, act)
 
     def ms(self, low: float, high: float) -> int:
         """A random time between two numbers of milliseconds."""
@@ -208,22 +208,25 @@ class Host:
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             self.checks.action(action)
-            match action:
-                case Spawn(name, incarnation):
-                    self._spawn(self.specs[name], incarnation)
-                case Kill(name, incarnation, number):
-                    self._signal(self.children.get(name), incarnation, number)
-                case SetEpoch(epoch, seats):
-                    self.story.append(f"{self.now_ns / 1e9:.3f} epoch {epoch}")
-                    self.word = epoch
-                    self._ring(seats)
-                case Publish(topology, seats):
-                    self.topology = topology
-                    self._ring(seats)
-                case Inspect(name, incarnation):
-                    self.after(0, lambda n=name, i=incarnation: self._inspect(n, i))  # type: ignore[misc]
-                case Finished():
-                    self.finished = action
+            self._do(action)
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Spawn(name, incarnation):
+                self._spawn(self.specs[name], incarnation)
+            case Kill(name, incarnation, number):
+                self._signal(self.children.get(name), incarnation, number)
+            case SetEpoch(epoch, seats):
+                self.story.append(f"{self.now_ns / 1e9:.3f} epoch {epoch}")
+                self.word = epoch
+                self._ring(seats)
+            case Publish(topology, seats):
+                self.topology = topology
+                self._ring(seats)
+            case Inspect(name, incarnation):
+                self.after(0, lambda: self._inspect(name, incarnation))
+            case Finished():
+                self.finished = action
 
     def _inspect(self, name: str, incarnation: int) -> None:
         child = self.children.get(name)
@@ -251,13 +254,14 @@ class Host:
             return
         child = Child(spec, incarnation, self.now_ns, mood_ns=self.now_ns)
         self.children[spec.name] = child
-        self.feed(Spawned(spec.name, incarnation, 1000 + self._count))
+        self._pids += 1
+        self.feed(Spawned(spec.name, incarnation, 1000 + self._pids))
         if spec.name == self.plan.bad_input and incarnation == 3:
             self.after(self.ms(1, 50), lambda: self.die(child, ExitCode.BAD_INPUT))
         elif spec.name == self.plan.crash_looper and self._faulty:
             self.after(self.ms(1, 300), lambda: self.die(child, ExitCode.INTERNAL))
         else:
-            load_ns = self.ms(300, 3000) if spec.kind == "worker" else self.ms(50, 400)
+            load_ns = self.ms(*self.load_ms) if spec.kind == "worker" else self.ms(50, 400)
             self.after(load_ns // 2, lambda: self._say_progress(child))
             self.after(load_ns, lambda: self._become_ready(child))
 
@@ -358,11 +362,14 @@ class Host:
         if fault == "crash":
             self.die(child, -9)
         elif child.mood == "well":
-            child.mood, child.mood_ns = fault, self.now_ns  # type: ignore[assignment]
-            if fault == "starved":
-                self.after(self.ms(500, 4000), lambda: self._fed(child))
-            elif fault == "deaf":
-                self.after(self.ms(500, 15000), lambda: self._fed(child))
+            self.afflict(child, fault)
+
+    def afflict(self, child: Child, mood: str) -> None:
+        child.mood, child.mood_ns, child.afflicted = mood, self.now_ns, True  # type: ignore[assignment]
+        if mood == "starved":
+            self.after(self.ms(500, 4000), lambda: self._fed(child))
+        elif mood == "deaf":
+            self.after(self.ms(500, 15000), lambda: self._fed(child))
 
     def _fed(self, child: Child) -> None:
         if child.mood == "starved":

@@ -40,6 +40,7 @@ class Checks:
         self.members: dict[int, list[tuple[int, int]]] = {}  # even epoch -> its group
         self.running: list[tuple[int, int]] = []  # the group that ran last
         self.worker_changes = 1  # reasons to move the epoch; the start is the first
+        self.deaths: dict[str, int] = defaultdict(int)  # by kind
         self.banned: set[str] = set()  # said that its input is wrong
         self.word_ns = 0  # when the epoch word changed last
         self.go_ns = 0  # when a GO was published last
@@ -63,6 +64,7 @@ class Checks:
         self.host.story.append(
             f"{self.host.now_ns / 1e9:.3f} died {child.spec.name}#{child.incarnation} {code}"
         )
+        self.deaths[child.spec.kind] += 1
         if child.spec.kind == "worker":
             self.worker_changes += 1
         if code == ExitCode.BAD_INPUT and child.spec.essential:

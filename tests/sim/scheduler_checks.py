@@ -1,7 +1,87 @@
 """Everything that must hold in a scheduler core after every event."""
 
+from phalanx.protocol.messages import AbortSequence, FinishReason, Tokens
+from phalanx.protocol.steps import StepPlan
 from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.plan import Flight
+from phalanx.scheduler_svc.state import Sequence
+from sim.token_rows import Handles
+
+Attempt = tuple[str, int, int]  # request id, index, attempt
+
+
+class Onlooker:
+    """Sees what one core takes and gives, and checks what no core can see of itself."""
+
+    def __init__(self, core: Scheduler) -> None:
+        self.core = core
+        self.handles = Handles()
+        self._ends: dict[Attempt, tuple[int, FinishReason]] = {}  # tokens and reason
+        self._sent: dict[Attempt, int] = {}  # tokens
+        self._admitted: dict[Attempt, Sequence] = {}
+        self._writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
+
+    def new_worker(self) -> None:
+        self._writing.clear()
+        self._admitted.clear()
+
+    def takes(self, event: object) -> None:
+        """Before the core does: an abort decides the end of a sequence."""
+        if not isinstance(event, AbortSequence):
+            return
+        known = self.core.sequences.get((event.request_id, event.index))
+        if known is not None and known.attempt == event.attempt and known.finish is None:
+            attempt = (event.request_id, event.index, event.attempt)
+            self._ends[attempt] = (self._sent.get(attempt, known.num_outputs), event.reason)
+
+    def said(self, message: Tokens) -> None:
+        for item in self.handles.items(message):
+            key = (item.request_id, item.index, item.attempt)
+            end = item.offset + len(item.token_ids)
+            self._sent[key] = max(end, self._sent.get(key, 0))
+            if item.prompt_logprobs:
+                assert not item.token_ids and item.finish_reason is None
+            elif key in self._ends:
+                last, reason = self._ends[key]
+                assert end <= last, f"{key}: tokens after its end"
+                assert item.finish_reason == reason, f"{key}: {item.finish_reason} after {reason}"
+            elif item.finish_reason is not None:
+                self._ends[key] = (end, item.finish_reason)
+
+    def planned(self, plan: StepPlan) -> None:
+        flight = self.core.flights[-1]
+        writers = [self.core.table.by_row[row] for row in flight.decoders.rows.tolist()]
+        writers += [chunk.sequence for chunk in flight.chunks]
+        self._writing[plan.seq] = {block for sequence in writers for block in sequence.blocks}
+
+    def done(self, seq: int) -> None:
+        """The worker will write nothing more of this plan."""
+        self._writing.pop(seq, None)
+
+    def check(self) -> None:
+        """After each step of the core."""
+        core = self.core
+        check(core)
+        for seq, blocks in self._writing.items():
+            # What the worker may still write belongs to a sequence of that step, or to a fenced one.
+            free = [block for block in blocks if core.rank.pool.refs(block) == 0]
+            assert not free, f"plan {seq} is in flight and its blocks {free} are free"
+        for sequence in core.sequences.values():
+            # A Submit that comes again is the same sequence, also after its end.
+            attempt = (sequence.request_id, sequence.index, sequence.attempt)
+            first = self._admitted.setdefault(attempt, sequence)
+            assert first is sequence, f"{attempt} was started twice"
+        if core.accepting and core.live and not core.busy:
+            held = core.store is not None and core.store.holders()
+            assert held, f"seat {core.seat}: {core.live} sequences and nothing runs"
+
+
+def check_clean(core: Scheduler) -> None:
+    """A core without sequences has everything back."""
+    rank = core.rank
+    assert rank.pool.free == rank.pool.total, "blocks did not come back"
+    assert len(rank.free_slots) == rank.total_slots, "slots did not come back"
+    assert rank.table.free == rank.table.columns.rows, "rows did not come back"
 
 
 def check(core: Scheduler) -> None:

@@ -18,7 +18,6 @@ from phalanx.protocol.errors import Code
 from phalanx.protocol.kvkeys import block_keys, state_key
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import (
-    AbortSequence,
     BusFromGateway,
     BusToGateway,
     FinishReason,
@@ -39,7 +38,6 @@ from phalanx.scheduler_svc.events import (
     StoreLost,
     WorkerLost,
 )
-from phalanx.scheduler_svc.state import Sequence
 from sim.hash_worker import (
     MAX_MODEL_LEN,
     VOCAB,
@@ -49,9 +47,8 @@ from sim.hash_worker import (
     fault_free,
     fault_free_scores,
 )
-from sim.scheduler_checks import check
+from sim.scheduler_checks import Onlooker, check_clean
 from sim.scheduler_gateway import ModelGateway, Request
-from sim.token_rows import Handles
 
 MS = 1_000_000
 FAULTS_END_NS = 600 * MS
@@ -150,7 +147,6 @@ class RankUnderTest:
         self.core: Scheduler
         self.worker: HashWorker | None = None
         self.old_results: list[StepResult] = []
-        self.writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
         self.start()
 
     def start(self) -> None:
@@ -164,17 +160,13 @@ class RankUnderTest:
         self.core = Scheduler(
             options.config, self.seat, self.incarnation, columns, store_enabled=options.store
         )
-        self.finals: dict[tuple[str, int, int], tuple[int, FinishReason]] = {}
-        self.sent: dict[tuple[str, int, int], int] = {}
-        self.handles = Handles()
-        self.admitted: dict[tuple[str, int, int], Sequence] = {}
+        self.onlooker = Onlooker(self.core)
         self.renew_worker(None)
 
     def renew_worker(self, ready_in_ns: int | None) -> None:
         """The worker is gone; None: it lives and follows the new link, else the next one needs a while."""
-        self.writing.clear()
+        self.onlooker.new_worker()
         self.old_results.clear()
-        self.admitted.clear()
         if self.worker is not None and ready_in_ns is not None:
             self.worker = None
             self.event(WorkerLost())
@@ -193,8 +185,7 @@ class RankUnderTest:
     def event(self, *events: object) -> None:
         world = self.world
         for event in events:
-            if isinstance(event, AbortSequence):
-                self._note_abort(event)
+            self.onlooker.takes(event)
             self.core.handle(event, world.now_ns)
         self.pump()
 
@@ -202,29 +193,21 @@ class RankUnderTest:
         """Let the core decide, carry it out, and look at what it did."""
         world, core = self.world, self.core
         actions = core.step(world.now_ns)
-        check(core)
         for message in actions.gateway:
             if isinstance(message, Tokens):
-                self._watch(message)
+                self.onlooker.said(message)
             world.to_gateway(self, message)
         for put in core.store_step(world.now_ns):
             world.put(self, put)
         for plan in actions.plans:
             self._run(plan)
-        self._check_flights()
-        self._check_admissions()
-        if core.accepting and core.live and not core.busy:
-            held = core.store is not None and core.store.holders()
-            assert held, f"seat {self.seat}: {core.live} sequences and nothing runs"
+        self.onlooker.check()
         world.wake(self, int(core.wait_ms(world.now_ns) * 1e6) + 1)
 
     def _run(self, plan: StepPlan) -> None:
         worker, core = self.worker, self.core
         assert worker is not None, "a plan without a worker"
-        flight = core.flights[-1]
-        writers = [core.table.by_row[row] for row in flight.decoders.rows.tolist()]
-        writers += [chunk.sequence for chunk in flight.chunks]
-        self.writing[plan.seq] = {block for sequence in writers for block in sequence.blocks}
+        self.onlooker.planned(plan)
         # One step after the other, as they came.
         self._free_ns = max(self._free_ns, self.world.now_ns) + self.world.options.step_ns
         delay = self._free_ns - self.world.now_ns
@@ -237,46 +220,12 @@ class RankUnderTest:
         abandon = world.chance(world.options.abandon)
         result = worker.run(plan, abandon=abandon)
         result = msgspec.structs.replace(result, step_us=1000 + 50 * len(plan.token_ids) // 4)
-        self.writing.pop(plan.seq, None)
+        self.onlooker.done(plan.seq)
         again = self.old_results[-3:]
         self.old_results.append(result)
         if again and world.chance(world.options.stale):
             self.event(world.rng.choice(again))
         self.event(result)
-
-    def _check_flights(self) -> None:
-        """What the worker may still write belongs to a sequence of that step, or to a fenced one."""
-        for seq, blocks in self.writing.items():
-            free = [block for block in blocks if self.core.rank.pool.refs(block) == 0]
-            assert not free, f"plan {seq} is in flight and its blocks {free} are free"
-
-    def _check_admissions(self) -> None:
-        """A Submit that comes again is the same sequence, also after its end."""
-        for sequence in self.core.sequences.values():
-            attempt = (sequence.request_id, sequence.index, sequence.attempt)
-            first = self.admitted.setdefault(attempt, sequence)
-            assert first is sequence, f"{attempt} was started twice"
-
-    def _note_abort(self, abort: AbortSequence) -> None:
-        key = (abort.request_id, abort.index)
-        known = self.core.sequences.get(key)
-        if known is not None and known.attempt == abort.attempt and known.finish is None:
-            attempt = (*key, abort.attempt)
-            self.finals[attempt] = (self.sent.get(attempt, known.num_outputs), abort.reason)
-
-    def _watch(self, message: Tokens) -> None:
-        for item in self.handles.items(message):
-            key = (item.request_id, item.index, item.attempt)
-            end = item.offset + len(item.token_ids)
-            self.sent[key] = max(end, self.sent.get(key, 0))
-            if item.prompt_logprobs:
-                assert not item.token_ids and item.finish_reason is None
-            elif key in self.finals:
-                last, reason = self.finals[key]
-                assert end <= last, f"{key}: tokens after its end"
-                assert item.finish_reason == reason, f"{key}: {item.finish_reason} after {reason}"
-            elif item.finish_reason is not None:
-                self.finals[key] = (end, item.finish_reason)
 
 
 class World:
@@ -504,7 +453,7 @@ class World:
         for request in self.gateway.requests.values():
             self._check_end(request)
         for rank in self.ranks:
-            self._check_clean(rank.core)
+            check_clean(rank.core)
 
     def _settled(self) -> bool:
         return (
@@ -552,13 +501,6 @@ class World:
         room = min(request.sampling.max_tokens, MAX_MODEL_LEN - length)
         blocks = -(-(length + max(room - 1, 0)) // BLOCK_SIZE)
         return room < min(1, request.sampling.max_tokens) or blocks > self.options.num_blocks - 1
-
-    @staticmethod
-    def _check_clean(core: Scheduler) -> None:
-        rank = core.rank
-        assert rank.pool.free == rank.pool.total, "blocks did not come back"
-        assert len(rank.free_slots) == rank.total_slots, "slots did not come back"
-        assert rank.table.free == rank.table.columns.rows
 
 
 def _kept(core: Scheduler) -> bool:

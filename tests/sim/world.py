@@ -1,0 +1,343 @@
+"""A whole node in one process, in virtual time, from one seed: the supervisor's core, the gateway's core
+with its journal, the schedulers' cores and links, the planner's core, and models of what is left, above
+all workers whose next token is a hash of what they read through real block tables and rings.
+
+First there are faults, then there is calm. Whatever happens, every accepted request ends with one final
+and with the stream of an undisturbed run, nobody keeps anything, and nothing waits for ever.
+
+`python -P tests/sim/world.py --seed N -v` tells the story of one seed.
+"""
+
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from phalanx.protocol.errors import Code, ExitCode, Refused
+from phalanx.protocol.limits import BLOCK_SIZE
+from phalanx.protocol.messages import Accepted, ClientMessage, ClientReply, Delta, Final
+from phalanx.services.client_flow import Begun, Received
+from phalanx.services.gateway.core import Core
+from phalanx.supervisor.events import Finished, ShutdownAsked
+from sim.clock import Clock
+from sim.gateway_world import Disk
+from sim.hash_worker import MAX_MODEL_LEN
+from sim.world_body import MS
+from sim.world_checks import what_is_left
+from sim.world_clients import Ask, Reading, SimClient, note_keys, random_ask
+from sim.world_faults import Faults
+from sim.world_gateway import GatewayBody
+from sim.world_node import Node
+from sim.world_shape import Shape
+from sim.world_wires import Weather
+
+HEAL_NS = 200_000 * MS  # a start that hangs is only given up after its deadline of 120 s
+LOOK_NS = 20 * MS
+DRAIN_NS = 70_000 * MS  # every question is repeated within half of this
+
+
+class World:
+    def __init__(self, seed: int, ring: dict[str, int] | None = None) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.shape = Shape.of(self.rng)
+        self.ring = ring or {}  # of the workers, for a planted fault
+        self.clock = Clock(1_000_000_000)
+        self.weather = Weather(self.rng)
+        self.faulty = True
+        self.faults_end_ns = self.now_ns + self.shape.faults_ns
+        self.disk, self.disk_was_full = Disk(), False
+        self.keyed: dict[bytes, Any] = {}
+        self.steps = self.lives = 0
+        self.shut_down = False  # some life ended cleanly, so its open requests ended with it
+        self.clients = [SimClient(self, number) for number in range(self.shape.clients)]
+        self.readings: list[Reading] = []
+        self.told: dict[tuple[bytes, str], list[bool]] = {}
+        self.asks: dict[str, Ask] = {}  # by request id
+        self.finals: dict[tuple[str, int], Final] = {}  # as told first
+        self.node: Node | None = None
+        self._start_node()
+        self._schedule()
+
+    @property
+    def now_ns(self) -> int:
+        return self.clock.now_ns
+
+    # ------------------------------------------------------------ nodes
+
+    def _start_node(self) -> None:
+        self.lives += 1
+        story = self.node.story if self.node is not None else []
+        self.node = Node(
+            self.seed, clock=self.clock, story=story, load_ms=self.shape.load_ms, world=self
+        )
+        self.node.story.append(f"{self.now_ns / 1e9:.3f} node {self.lives} starts")
+
+    def kill_node(self) -> None:
+        assert self.node is not None
+        if not self.node.gone:
+            self.node.supervisor_dies()
+            self.clock.after(self.rng.randint(50, 3000) * MS, self._start_node)
+
+    def node_ended(self, node: Node, finished: Finished) -> None:
+        """It gave up, or was told to end; somebody starts it again."""
+        if finished.code != ExitCode.OK:
+            node.checks.settled()
+            self.clock.after(0, self.kill_node)
+
+    def make_gateway(self, *args: Any) -> Core:
+        return Core(*args)
+
+    def gateway_is_up(self, body: GatewayBody) -> None:
+        self.told.clear()
+        for client in self.clients:
+            client.up.receiver_back()
+
+    def gateway_died(self) -> None:
+        for client in self.clients:
+            client.up.receiver_died()
+            for _ in range(self.rng.randint(0, len(client.inbox))):
+                client.inbox.pop()  # had not left it yet
+
+    # ------------------------------------------------------------ clients
+
+    def to_gateway_of_client(self, identity: bytes, message: ClientMessage) -> None:
+        gateway = self.node.gateway if self.node is not None else None
+        if gateway is not None:
+            gateway.take(("client", identity, message))
+
+    def to_client(self, gateway: GatewayBody, identity: bytes, message: ClientReply) -> bool:
+        client = next(client for client in self.clients if client.identity == identity)
+        taken = client.offer(message)
+        if taken:
+            self._check_said(gateway, identity, message)
+        return taken
+
+    def _check_said(self, gateway: GatewayBody, identity: bytes, message: ClientReply) -> None:
+        """What may not be said, whatever happens."""
+        if isinstance(message, Accepted):
+            assert message.request_id in self.disk.entries, "accepted what is not on disk"
+            ask = self.asks.get(message.request_id)
+            if ask is None:
+                ask = self.asks[message.request_id] = self._ask_of(message)
+            assert ask.seed in (None, message.seed), "the seed of a request has changed"
+            ask.seed = message.seed
+            self.told[identity, message.request_id] = [False] * message.n
+        elif isinstance(message, Delta | Final):
+            told = self.told[identity, message.request_id]
+            assert not told[message.index], "said something after the final"
+            ask = self.asks[message.request_id]
+            if isinstance(message, Delta):
+                end = message.offset + len(message.token_ids)
+                right = ask.expected(message.index).tokens[message.offset : end]
+                what = f"{message.request_id}/{message.index} at {message.offset}"
+                assert message.token_ids == right, f"{what}: {message.token_ids} for {right}"
+                return
+            told[message.index] = True
+            self._check_one_final(gateway, message)
+            if message.finish_reason == "abort" and not gateway.journal.failing:
+                on_disk = self.disk.finals.get(message.request_id, {})
+                assert message.index in on_disk, "told an abort that is not on disk"
+
+    def _check_one_final(self, gateway: GatewayBody, final: Final) -> None:
+        """However often it is told, to whomever and by which gateway: there is one."""
+        key = (final.request_id, final.index)
+        first = self.finals.setdefault(key, final)
+        same = (first.finish_reason, first.offset) == (final.finish_reason, final.offset)
+        # An abort that the disk did not take is told all the same, and may be forgotten.
+        assert same or self.disk_was_full, f"{final} after {first}"
+
+    def _ask_of(self, accepted: Accepted) -> Ask:
+        """By the key: a key is one request."""
+        entry = self.disk.entries[accepted.request_id]
+        return next(
+            reading.ask
+            for reading in self.readings
+            if reading.flow.generate is not None and reading.flow.generate.key == entry.key
+        )
+
+    def _generate(self, ask: Ask) -> None:
+        client = self.rng.choice([client for client in self.clients if not client.dead])
+        flow = client.core.generate(ask.spec, self.now_ns, None, True)
+        self.readings.append(Reading(ask, client, flow))
+        client.flush()
+
+    def _abort(self, ask: Ask) -> None:
+        for reading in self.readings:
+            if reading.ask is ask and not reading.flow.done:
+                ask.aborted = True
+                reading.client.core.abort(reading.flow, self.now_ns)
+                reading.client.flush()
+
+    def _succeed(self) -> None:
+        """A client dies; another one reads on from where it was."""
+        open_ones = [r for r in self.readings if r.flow.accepted and not r.flow.done]
+        if not open_ones or not self.faulty:
+            return
+        old = self.rng.choice(open_ones).client
+        heir = SimClient(self, len(self.clients))
+        self.clients.append(heir)
+        if self.node is not None and self.node.gateway is None:
+            heir.up.receiver_died()
+        for reading in self.readings:
+            if reading.client is not old or reading.flow.done:
+                continue
+            if reading.flow.accepted:
+                begun = [_begun(one) for one in reading.flow.sequences]
+                reading.flow = heir.core.attach(reading.flow.request_id, begun, self.now_ns, None)
+            else:  # it remembers the key, and asks again
+                generate = reading.flow.generate
+                assert generate is not None
+                spec = reading.ask.spec
+                keyed = type(spec)(
+                    spec.prompt, spec.sampling, spec.n, spec.stream, "", generate.key
+                )
+                reading.flow = heir.core.generate(keyed, self.now_ns, None, True)
+            reading.client = heir
+        old.dead = True
+        heir.flush()
+
+    # ------------------------------------------------------------ the run
+
+    def _schedule(self) -> None:
+        rng, shape = self.rng, self.shape
+        for number in range(shape.requests):
+            ask = random_ask(rng, shape, number)
+            note_keys(self.keyed, ask.prompt)
+            arrival_ns = rng.randrange(shape.faults_ns * 3 // 4)
+            self.clock.after(arrival_ns, lambda ask=ask: self._generate(ask))  # type: ignore[misc]
+            if rng.random() < shape.aborts:
+                abort_ns = arrival_ns + rng.randrange(2_000 * MS)
+                self.clock.after(abort_ns, lambda ask=ask: self._abort(ask))  # type: ignore[misc]
+        if rng.random() < 0.3:
+            self.clock.after(rng.randrange(shape.faults_ns), self._succeed)
+        Faults(self)
+
+    def run(self) -> "World":
+        """Raises AssertionError when anything that must hold does not."""
+        self.clock.advance(self.faults_end_ns)
+        self._calm()
+        calm_ns = self.now_ns
+        self._advance(HEAL_NS, self._healed)
+        self.healed_s = (self.now_ns - calm_ns) / 1e9
+        node = self._living_node()
+        node.checks.whole()
+        healed_ns = self.now_ns
+        self._advance(DRAIN_NS, self._over)
+        self.drained_s = (self.now_ns - healed_ns) / 1e9
+        for reading in self.readings:
+            flow = reading.flow
+            node.require(flow.done, f"waits for ever: {flow.request_id} {reading.ask.spec}")
+            reading.check(self)
+        assert self._living_node() is node
+        node.checks.drained()
+        self._end(node)
+        return self
+
+    def _advance(self, most_ns: int, done: Callable[[], bool]) -> None:
+        end_ns = self.now_ns + most_ns
+        while self.now_ns < end_ns and not done():
+            self.clock.advance(self.now_ns + LOOK_NS)
+
+    def _calm(self) -> None:
+        self.faulty = False
+        self.weather.calm()
+        self.disk.full = False
+        for client in self.clients:
+            client.wake()
+
+    def _living_node(self) -> Node:
+        assert self.node is not None and not self.node.gone, "there is no node"
+        return self.node
+
+    def _healed(self) -> bool:
+        node = self.node
+        return (
+            node is not None
+            and not node.gone
+            and node.finished is None
+            and not node.core.reasons()
+            and all(child.mood == "well" for child in node.children.values())
+        )
+
+    def _over(self) -> bool:
+        node = self.node
+        if node is None or node.gone or len(self.readings) < self.shape.requests:
+            return False
+        if not all(reading.flow.done for reading in self.readings) or node.gateway is None:
+            return False
+        return not what_is_left(node.gateway) and all(
+            not scheduler.core.sequences
+            and not scheduler.core.busy
+            and (scheduler.core.store is None or not scheduler.core.store.holders())
+            for scheduler in node.schedulers()
+        )
+
+    def _end(self, node: Node) -> None:
+        """A clean shutdown leaves nothing alive."""
+        node.feed(ShutdownAsked(self.rng.choice((0, 500, 3000))))
+        self.clock.advance(self.now_ns + 30_000 * MS, lambda: node.finished is not None)
+        node.checks.finished()
+
+    # ------------------------------------------------------------ what is legal
+
+    def may_refuse(self, ask: Ask, error: Refused) -> bool:
+        """Whether a request may have been refused so."""
+        if error.code is Code.BAD_REQUEST:
+            return self._never_fits(ask)
+        if error.code is Code.INTERNAL:  # the tokenizers died over it
+            node = self.node
+            assert node is not None
+            return node.checks.deaths["tokenizer"] >= 4
+        return False
+
+    def _never_fits(self, ask: Ask) -> bool:
+        most = min(MAX_MODEL_LEN, (self.shape.num_blocks - 1) * BLOCK_SIZE)
+        wanted = ask.spec.sampling.max_tokens
+        return len(ask.prompt) + (wanted or 1) > most
+
+    def may_end(self, ask: Ask, final: Final) -> bool:
+        """Whether a sequence may have ended so, before its stream's end."""
+        if final.finish_reason == "abort":
+            return ask.aborted and final.code is None
+        if final.code is Code.KV_PRESSURE:
+            return final.finish_reason == "length" and self.shape.config.preempt == "stop"
+        if final.code is Code.STREAM_CHANGED:
+            # Where it ends then depends on the load, so a lost node's stream cannot be made again.
+            return self.shape.config.preempt == "stop" and self.lives > 1
+        # A request that came before any rank had told of its pool.
+        return final.code is Code.BAD_REQUEST and self._never_fits(ask)
+
+
+def _begun(one: Received) -> Begun:
+    """What an heir knows of a sequence: how many tokens there were, and mostly which."""
+    return Begun(one.offset) if one.base else Begun(one.offset, tuple(one.token_ids))
+
+
+@click.command()
+@click.option("--seed", type=int, required=True)
+@click.option("--verbose", "-v", is_flag=True, help="Tell the story.")
+def main(seed: int, verbose: bool) -> None:
+    started = time.process_time()
+    world = World(seed)
+    try:
+        world.run()
+    finally:
+        if verbose:
+            click.echo(world.shape)
+            click.echo("\n".join(world.node.story if world.node else []))
+        click.echo(
+            f"seed {seed}: {world.now_ns / 1e9:.1f} s of virtual time, {world.lives} lives,"
+            f" {world.steps} steps, {len(world.readings)} requests,"
+            f" {time.process_time() - started:.2f} s of CPU"
+        )
+
+
+if __name__ == "__main__":
+    main()

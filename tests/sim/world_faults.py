@@ -1,0 +1,99 @@
+"""What goes wrong in a run, and when."""
+
+from typing import TYPE_CHECKING
+
+from sim.host import Child
+from sim.world_body import MS
+
+if TYPE_CHECKING:
+    from sim.world import World
+    from sim.world_node import Node
+
+CHAIN_NS = 400 * MS  # a fault during the recovery from another comes within this time
+WAIT_NS = 300 * MS
+
+
+class Faults:
+    def __init__(self, world: "World") -> None:
+        self.world, self.rng = world, world.rng
+        shape = world.shape
+        for _ in range(shape.faults):
+            self._strike_at(
+                self.rng.randrange(shape.faults_ns), 0 if self.rng.random() < 0.2 else 20
+            )
+        for _ in range(shape.node_deaths):
+            world.clock.after(self.rng.randrange(shape.faults_ns), self._node_dies)
+        if shape.disk_full:
+            world.clock.after(self.rng.randrange(shape.faults_ns), self._disk_full)
+        for client in list(world.clients):
+            if self.rng.random() < 0.3:
+                world.clock.after(self.rng.randrange(shape.faults_ns), self._stall(client))
+
+    def _strike_at(self, delay_ns: int, patience: int) -> None:
+        self.world.clock.after(delay_ns, lambda: self._strike(patience))
+
+    def _strike(self, patience: int) -> None:
+        """Mostly when there is something to lose: with patience it waits for work for a while."""
+        world, node = self.world, self.world.node
+        if not world.faulty or node is None:
+            return
+        if patience and not any(s.core.live for s in node.schedulers()):
+            self._strike_at(self.rng.randrange(WAIT_NS), patience - 1)
+            return
+        kind = self.rng.choice(
+            ("one", "one", "one", "gateway", "scheduler", "two", "seat", "all but one", "workers")
+        )
+        for child in self._victims(node, kind):
+            self._hit(node, child, kind)
+        if self.rng.random() < world.shape.chains:
+            self._strike_at(self.rng.randrange(CHAIN_NS), 0)
+
+    def _victims(self, node: "Node", kind: str) -> list[Child]:
+        rng = self.rng
+        living = [child for child in node.children.values() if child.alive]
+        workers = [child for child in living if child.spec.kind == "worker"]
+        match kind:
+            case "gateway" | "scheduler":
+                living = [child for child in living if child.spec.kind == kind]
+                return rng.sample(living, min(1, len(living)))
+            case "two":
+                return rng.sample(living, min(2, len(living)))
+            case "seat":
+                seat = rng.randrange(self.world.shape.ranks)
+                return [child for child in living if child.spec.seat == seat]
+            case "all but one":
+                return rng.sample(workers, max(0, len(workers) - 1))
+            case "workers":
+                return workers
+            case _:
+                some = workers if workers and rng.random() < 0.5 else living
+                return rng.sample(some, min(1, len(some)))
+
+    def _hit(self, node: "Node", child: Child, kind: str) -> None:
+        moods = ["crash"] * 5 + ["stopped", "deadlocked", "starved", "deaf"]
+        mood = "crash" if kind in ("all but one", "workers") else self.rng.choice(moods)
+        node.story.append(f"{node.now_ns / 1e9:.3f} {mood} {child.spec.name}#{child.incarnation}")
+        if mood == "crash":
+            node.die(child, -9)
+        elif child.mood == "well":
+            node.afflict(child, mood)
+
+    def _node_dies(self) -> None:
+        if self.world.faulty and self.world.node is not None:
+            self.world.kill_node()
+
+    def _disk_full(self) -> None:
+        if self.world.faulty:
+            self.world.disk.full = self.world.disk_was_full = True
+            self.world.clock.after(self.rng.randint(50, 1500) * MS, self._disk_again)
+
+    def _disk_again(self) -> None:
+        self.world.disk.full = False
+
+    def _stall(self, client: object):  # type: ignore[no-untyped-def]
+        def stall() -> None:
+            if self.world.faulty:
+                client.stalled = True  # type: ignore[attr-defined]
+                self.world.clock.after(self.rng.randint(100, 5000) * MS, client.wake)  # type: ignore[attr-defined]
+
+        return stall

@@ -1,0 +1,174 @@
+"""The gateway process: the real core, and its journal as a log of which only what was synced survives."""
+
+from typing import TYPE_CHECKING
+
+from phalanx.protocol.messages import (
+    BusFromGateway,
+    ClientReply,
+    Drain,
+    HealthUpdate,
+)
+from phalanx.services.gateway.admission import Settings
+from phalanx.services.gateway.entries import Accept, Finish, Op
+from phalanx.services.model_limits import ModelLimits
+from sim.gateway_world import Disk
+from sim.hash_worker import EOS, MAX_MODEL_LEN, VOCAB
+from sim.world_body import MS, Body
+
+if TYPE_CHECKING:
+    from sim.host import Child
+    from sim.world_node import Node
+
+MODEL = ModelLimits("sim", VOCAB, MAX_MODEL_LEN, EOS)
+DEFAULT_MAX_TOKENS = 20
+LAST_WORDS_NS = 1_000 * MS
+
+
+class JournalThread:
+    """Writes and syncs what has gathered as one commit, and tells then; a crash loses what is not synced,
+    or, if it comes between the sync and the telling, nothing that anyone was told of."""
+
+    def __init__(self, gateway: "GatewayBody", disk: Disk) -> None:
+        self.gateway, self.disk = gateway, disk
+        self.gathered: list[tuple[int, list[Op]]] = []
+        self._late: list[Op] = []  # could not be written, for the next try
+        self._busy = False
+
+    @property
+    def idle(self) -> bool:
+        return not self.gathered and not self._busy
+
+    def submit(self, number: int, ops: list[Op]) -> None:
+        self.gathered.append((number, ops))
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._busy or not self.gathered:
+            return
+        self._busy = True
+        number = self.gathered[-1][0]
+        ops = self._late + [op for _, batch in self.gathered for op in batch]
+        self.gathered, self._late = [], []
+        rng = self.gateway.node.rng
+        slow = self.gateway.world.faulty and rng.random() < 0.05
+        whole_ns = rng.randint(1, 300 if slow else 10) * MS
+        self.gateway.node.after(whole_ns * 2 // 3, lambda: self._synced(number, ops, whole_ns // 3))
+
+    def _synced(self, number: int, ops: list[Op], rest_ns: int) -> None:
+        if not self.gateway.alive:
+            return
+        failure = "disk full" if self.disk.full else ""
+        if failure:
+            self._late = [op for op in ops if not isinstance(op, Accept)]
+        else:
+            for op in ops:
+                self._check_one_end(op)
+                self.disk.apply(op)
+        self.gateway.node.after(rest_ns, lambda: self._told(number, failure))
+
+    def _check_one_end(self, op: Op) -> None:
+        """Whatever has ended in the journal stays as it ended."""
+        if isinstance(op, Finish):
+            known = self.disk.finals.get(op.final.request_id, {}).get(op.final.index, op.final)
+            same = (known.finish_reason, known.offset) == (op.final.finish_reason, op.final.offset)
+            self.gateway.node.require(same, f"the journal gets {op.final} after {known}")
+
+    def _told(self, number: int, failure: str) -> None:
+        self._busy = False
+        if self.gateway.alive:
+            self.gateway.take((number, failure))
+            self._begin()
+
+    @property
+    def failing(self) -> bool:
+        return self.disk.full or bool(self._late)
+
+
+class GatewayBody(Body):
+    def __init__(self, node: "Node", child: "Child") -> None:
+        super().__init__(node, child)
+        world, config = self.world, self.world.shape.config
+        capacity = min(4 * config.max_num_seqs, config.max_waiting)
+        settings = Settings(
+            MODEL,
+            self.incarnation,
+            world.shape.max_open,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            keep_undelivered_s=600,
+            seat_capacity=capacity,
+            draw=node.rng.getrandbits,
+        )
+        self.core = world.make_gateway(settings, world.disk.recovered(), self.now_ns)
+        self.journal = JournalThread(self, world.disk)
+        self._topology_version = 0
+        self._drain_until_ns: int | None = None
+        self._end_ns: int | None = None
+        self.told_final: dict[tuple[bytes, str], list[bool]] = {}
+        node.gateway_is_up(self)
+        self.wake(0)
+
+    def told(self, message: object) -> None:
+        if isinstance(message, HealthUpdate):
+            self.core.on_health(message)
+        elif isinstance(message, Drain):
+            self._drain(self.now_ns + message.timeout_ms * MS)
+        self.wake()
+
+    def turn(self) -> None:
+        self._look_at_topology()
+        while self.inbox:
+            match self.inbox.popleft():
+                case ("client", identity, message):
+                    self.core.on_client(identity, message, self.now_ns)
+                case ("bus", peer, message):
+                    self.core.on_bus(peer, message, self.now_ns)
+                case (number, failure):
+                    self.core.on_journal(number, failure, self.now_ns)
+        self._tick()
+        if self._drain_until_ns is not None and self._drained():
+            self.node.leave(self.child)
+            return
+        self.wake(self.core.wait_ns(self.now_ns) + MS)
+
+    def _tick(self) -> None:
+        self.core.turn(self.now_ns)
+        for peer, message in self.core.take_bus():
+            if not self.node.to_service(peer, message):
+                self.core.on_unroutable(peer, message, self.now_ns)
+        number, ops = self.core.take_ops()
+        if ops:
+            self.journal.submit(number, ops)
+        self.core.deliver(self._send_client, self.now_ns)
+
+    def _send_client(self, identity: bytes, message: ClientReply) -> bool:
+        return self.world.to_client(self, identity, message)
+
+    def _look_at_topology(self) -> None:
+        if self._topology_version != self.node.topology_version:
+            self._topology_version = self.node.topology_version
+            assert self.node.topology is not None
+            self.core.on_topology(self.node.topology, self.now_ns)
+
+    # ------------------------------------------------------------ a clean end
+
+    def terminate(self) -> None:
+        """SIGTERM, to which the supervisor's Drain belongs."""
+        if self._drain_until_ns is None:
+            self._drain(self.now_ns + 10_000 * MS)
+        self.wake()
+
+    def _drain(self, until_ns: int) -> None:
+        self.core.drain()
+        known = self._drain_until_ns
+        self._drain_until_ns = until_ns if known is None else min(known, until_ns)
+
+    def _drained(self) -> bool:
+        assert self._drain_until_ns is not None
+        if self._end_ns is None and self.now_ns >= self._drain_until_ns:
+            self._end_ns = self.now_ns + LAST_WORDS_NS
+            self.core.finish_all(self.now_ns)
+            self._tick()
+        return self.core.idle or (self._end_ns is not None and self.now_ns >= self._end_ns)
+
+
+BusMessage = tuple[bytes, BusFromGateway]

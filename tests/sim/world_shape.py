@@ -1,0 +1,90 @@
+"""What kind of run a seed makes: how large the node is, how it is configured, how rough it gets."""
+
+import random
+from dataclasses import dataclass
+
+from phalanx.protocol.config import KVStoreConfig, NodeConfig, SchedulerConfig
+from sim.host import Plan
+from sim.world_body import MS
+
+
+@dataclass(frozen=True)
+class Shape:
+    ranks: int
+    tokenizers: int
+    store: bool
+    tight: bool  # prompts just below a block border, and a pool too small for what runs
+    num_blocks: int
+    num_slots: int
+    config: SchedulerConfig
+    step_ns: tuple[int, int]  # of one part of a step, at one rank
+    requests: int
+    clients: int
+    max_open: int  # sequences
+    faults_ns: int  # how long there are faults
+    faults: int
+    chains: float  # chance that a fault is followed by another one during its recovery
+    load_ms: tuple[int, int]  # of a worker
+    aborts: float  # share of the requests
+    step_death: float  # at each look of a worker
+    protocol_death: float  # at each step of STOP and GO
+    spawn_failure: float
+    disk_full: bool
+    node_deaths: int
+    crash_looper: bool
+
+    @classmethod
+    def of(cls, rng: random.Random) -> "Shape":
+        rough = rng.random() < 0.9
+        tight = rng.random() < 0.2
+        seqs = 4 if tight else rng.choice((2, 4, 6))
+        return cls(
+            ranks=rng.choice((1, 2, 2, 3, 3, 4, 5, 7, 8)),
+            tokenizers=rng.choice((1, 2)),
+            store=rng.random() < 0.5,
+            tight=tight,
+            num_blocks=6 if tight else rng.choice((6, 8, 12)),
+            num_slots=seqs + rng.choice((-1, 0, 1)),
+            config=SchedulerConfig(
+                max_num_seqs=seqs,
+                max_num_batched_tokens=rng.choice((17, 40, 130, 400)),
+                prefill_watermark=rng.choice((0.5, 0.9, 1.0)),
+                max_waiting=rng.choice((2, 20)),
+                async_steps=rng.random() < 0.75,
+                target_itl_ms=rng.choice((0, 0, 4)),
+                priority_step_ms=rng.choice((0, 20)),
+                preempt=rng.choice(("recompute", "recompute", "recompute", "stop")),
+            ),
+            step_ns=rng.choice(((2 * MS, 8 * MS), (5 * MS, 40 * MS))),
+            requests=rng.randint(3, 8),
+            clients=rng.choice((1, 2)),
+            max_open=rng.choice((4, 100, 100)),
+            faults_ns=rng.randint(2_500, 7_000) * MS,
+            faults=rng.choice((1, 2, 4, 6)) * rough,
+            chains=rng.choice((0.0, 0.3, 0.6)),
+            load_ms=rng.choice(((300, 800), (300, 800), (300, 3000), (1000, 5000))),
+            aborts=rng.choice((0.0, 0.0, 0.3)),
+            step_death=rng.choice((0.0, 0.0, 0.001)) * rough,
+            protocol_death=rng.choice((0.0, 0.0, 0.01, 0.05)) * rough,
+            spawn_failure=rng.choice((0.0, 0.0, 0.05)) * rough,
+            disk_full=rng.random() < 0.2 * rough,
+            node_deaths=rng.choice((0, 0, 0, 0, 1, 2)) * rough,
+            crash_looper=rng.random() < 0.03 * rough,
+        )
+
+    def node_config(self) -> NodeConfig:
+        return NodeConfig(
+            ranks=self.ranks,
+            tokenizers=self.tokenizers,
+            kvstore=KVStoreConfig(enabled=self.store),
+        )
+
+    def draw_plan(self, rng: random.Random, names: list[str]) -> Plan:
+        return Plan(
+            protocol_death=self.protocol_death,
+            slow_answer=rng.choice((0.0, 0.02)),
+            spawn_failure=self.spawn_failure,
+            crash_looper=rng.choice(names) if self.crash_looper and rng.random() < 0.5 else "",
+            ignores_term=rng.choice((0.0, 0.2)),
+            bad_input="",
+        )

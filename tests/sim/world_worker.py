@@ -1,0 +1,275 @@
+"""A model of the worker process around the hash worker: links, lockstep over the board, the exchange, and
+STOP and GO. It follows `worker_svc/rank.py` and `group.py`, which need real time and shared memory."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from phalanx.protocol.messages import ExpertCounts
+from phalanx.protocol.placement import Placement
+from phalanx.protocol.steps import Link, StepPlan, StepResult
+from phalanx.protocol.topology import Topology
+from sim.hash_worker import HashWorker
+from sim.world_body import MS, Body
+
+if TYPE_CHECKING:
+    from sim.host import Child
+    from sim.world_node import Node
+
+COUNTS_EVERY_STEPS = 16
+Stamp = tuple[int, int, int]  # worker incarnation, epoch, step
+
+
+class MemoryLink(Link):
+    """The two rings of a seat, as queues."""
+
+    def __init__(self, node: "Node", seat: int) -> None:
+        self._node, self._seat = node, seat
+        self.plans: deque[StepPlan] = deque()
+        self.results: deque[object] = deque()
+        self._taken = False
+
+    def send_plan(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        self._node.ring_worker(self._seat)
+
+    def next_plan(self) -> StepPlan | None:
+        return self.plans.popleft() if self.plans else None
+
+    @property
+    def taken(self) -> bool:
+        return self._taken
+
+    def send_result(self, result: object) -> None:
+        self._taken = True
+        self.results.append(result)
+        self._node.ring_scheduler(self._seat)
+
+    def next_result(self) -> object:  # type: ignore[override]
+        return self.results.popleft() if self.results else None
+
+    def close(self) -> None:
+        self._node.forget_link(self)
+
+
+@dataclass(eq=False)
+class Running:
+    """A step under way at one rank."""
+
+    plan: StepPlan | None
+    number: tuple[int, int]  # epoch and step
+    region: "Region"  # where it receives
+    peers: dict[int, int]  # with their incarnations
+    phase: str = "post"  # then "compute", "exchange", "tail"
+
+
+@dataclass(eq=False)
+class Region:
+    """Where peers store for one epoch: the newest step of each, and what came with it."""
+
+    flags: dict[int, int] = field(default_factory=dict[int, int])
+    rows: dict[int, Stamp] = field(default_factory=dict[int, Stamp])
+
+
+class WorkerBody(Body):
+    def __init__(self, node: "Node", child: "Child") -> None:
+        super().__init__(node, child)
+        self.seat = child.spec.seat
+        shape = node.world.shape
+        self.hash = HashWorker(
+            child.incarnation, shape.num_blocks, shape.num_slots, **node.world.ring
+        )
+        self.generation = 0  # of its arenas: grows with each scheduler
+        self.arena = f"kv-{self.seat}-{child.incarnation}"
+        self.snapshots = f"snap-{self.seat}-{child.incarnation}"
+        self.link: MemoryLink | None = None
+        self.link_number = 0
+        self.prepared: Topology | None = None
+        self.region = Region()
+        self.epoch = 0  # that it runs
+        self.members: list[int] = []
+        self.outboxes: dict[int, Region] = {}
+        self.incarnations: dict[int, int] = {}
+        self.step = 1  # the next one
+        self.running: Running | None = None
+        self.steps_counted = 0
+
+    def turn(self) -> None:
+        self.node.look(self.child)
+
+    # ------------------------------------------------------------ steps
+
+    def look(self) -> None:
+        """One look at the world while the epoch word is even, or a step is under way."""
+        if self.running is not None and not self._advance():
+            return
+        word = self.node.word
+        if word % 2 == 1:
+            self.node.obey_stop(self)
+            return
+        self._adopt_link()
+        if self.epoch != word and not self._enter(word):
+            return
+        plan = self._next_plan()
+        if plan is not None or self._peer_waits():
+            self._post(plan)
+
+    def _next_plan(self) -> StepPlan | None:
+        while self.link is not None and (plan := self.link.next_plan()) is not None:
+            if plan.seen >= self.hash.aborted:
+                return plan
+            self.link.send_result(self.hash.run(plan))  # made without knowing of an abandoned one
+        return None
+
+    def _peer_waits(self) -> bool:
+        return any(self.node.posted[peer] >= (self.epoch, self.step) for peer in self.outboxes)
+
+    def _post(self, plan: StepPlan | None) -> None:
+        peers = {peer: self.incarnations[peer] for peer in self.outboxes}
+        self.running = Running(plan, (self.epoch, self.step), self.region, peers)
+        self.node.posted[self.seat] = (self.epoch, self.step)
+        for peer in self.outboxes:
+            self.node.ring_worker(peer)
+        self.wake(0)
+
+    def _advance(self) -> bool:
+        """Whether the step under way is over: committed, or abandoned because the epoch moved."""
+        running = self.running
+        assert running is not None
+        epoch, step = running.number
+        if running.phase == "post":
+            ready = all(self.node.posted[peer] >= running.number for peer in running.peers)
+        else:
+            ready = all(running.region.flags.get(peer, 0) == step for peer in running.peers)
+        if running.phase in ("compute", "tail"):
+            return False  # it looks at nothing before that is done
+        if ready:
+            if running.phase == "post":
+                running.phase = "compute"
+                self.node.checks.step_begins(self)
+                self.later(self.node.step_ns(), lambda: self._store(running))
+            else:
+                running.phase = "tail"
+                self.later(self.node.step_ns() // 4, lambda: self._commit(running))
+            return False
+        if self.node.word == epoch:
+            return False
+        self._abandon(running)
+        return True
+
+    def _store(self, running: Running) -> None:
+        """Our rows go to the peers' regions."""
+        self.store()
+        running.phase = "exchange"
+        self.wake(0)
+
+    def store(self) -> None:
+        for peer, region in self.outboxes.items():
+            region.rows[self.seat] = (self.incarnation, self.epoch, self.step)
+            region.flags[self.seat] = self.step
+            self.node.ring_worker(peer)
+
+    def _commit(self, running: Running) -> None:
+        for peer, incarnation in running.peers.items():
+            stamp = (incarnation, *running.number)
+            found = running.region.rows.get(peer)
+            self.node.require(
+                found == stamp, f"{self.name} computed with rows {found}, not with {stamp}"
+            )
+        if running.plan is not None:
+            assert self.link is not None
+            self.link.send_result(self.hash.run(running.plan))
+        self.step += 1
+        self.running = None
+        self.node.world.steps += 1
+        self._count()
+        self.wake(0)
+
+    def _abandon(self, running: Running) -> None:
+        self.running = None
+        if running.plan is None:
+            return
+        assert self.link is not None
+        if running.phase == "post":
+            self.hash.aborted = running.plan.seq
+            self.link.send_result(StepResult(running.plan.seq, aborted=True))
+        else:
+            self.link.send_result(self.hash.run(running.plan, abandon=True))
+
+    def _adopt_link(self) -> None:
+        number = self.node.seats[self.seat].link
+        if number in (0, self.link_number):
+            return
+        link = self.node.links.get((self.seat, number))
+        if link is None:
+            return
+        self.link_number = number
+        if link.taken:
+            return  # by the worker before us
+        self.link = link
+        self.hash.reset()
+        self.generation += 1
+        hello = msgspec.structs.replace(
+            self.hash.hello(), block_arena=self.arena, snapshot_arena=self.snapshots
+        )
+        link.send_result(hello)
+
+    # ------------------------------------------------------------ epochs
+
+    def is_member(self, topology: Topology) -> bool:
+        me = topology.seat(self.seat)
+        return me is not None and me.state == "member" and me.worker_incarnation == self.incarnation
+
+    def prepare(self, topology: Topology) -> None:
+        """Ready to run that epoch: a receive region of its own, experts loaded."""
+        self.epoch, self.outboxes, self.prepared = 0, {}, topology
+        self.region = self.fresh_region()
+        self.node.regions[self.seat, self.incarnation] = (topology.epoch, self.region)
+
+    def fresh_region(self) -> Region:
+        return Region()
+
+    def _enter(self, epoch: int) -> bool:
+        topology = self.prepared
+        if topology is None or topology.epoch != epoch or not self.is_member(topology):
+            return False
+        members = topology.members()
+        self.incarnations = {seat.seat: seat.worker_incarnation for seat in topology.seats}
+        outboxes = {}
+        for peer in members:
+            if peer != self.seat:
+                known = self.node.regions.get((peer, self.incarnations[peer]))
+                if known is None or known[0] != epoch:
+                    return False  # it died since: its STOP is on the way
+                outboxes[peer] = known[1]
+        self.epoch, self.members, self.outboxes, self.step = epoch, members, outboxes, 1
+        self.placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+        return True
+
+    def died(self) -> None:
+        # Stores that the device has begun arrive even so.
+        computing = self.running is not None and self.running.phase == "compute"
+        if computing and self.node.rng.random() < 0.5:
+            self.node.after(self.node.rng.randrange(5 * MS), self.store)
+
+    # ------------------------------------------------------------ reports
+
+    def _count(self) -> None:
+        self.steps_counted += 1
+        if self.steps_counted < COUNTS_EVERY_STEPS:
+            return
+        self.steps_counted = 0
+        layers, experts = self.node.num_layers, self.node.num_experts
+        rng = self.node.rng
+        counts = [rng.randrange(400) for _ in range(layers * experts)]
+        message = ExpertCounts(
+            self.seat,
+            self.node.word,
+            COUNTS_EVERY_STEPS,
+            layers,
+            experts,
+            b"".join(count.to_bytes(8, "little") for count in counts),
+        )
+        self.node.to_eplb(message)

@@ -1,0 +1,342 @@
+"""The simulator of the whole system must find bugs, else it tests nothing: each of these is planted in one
+part, and some run has to fail within a stated number of seeds."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from phalanx.protocol.messages import Attach, ClientMessage, TokensItem
+from phalanx.protocol.steps import StepPlan, StepResult
+from phalanx.protocol.topology import Seat as SeatOfTopology
+from phalanx.scheduler_svc import core as scheduler_core
+from phalanx.scheduler_svc.core import Scheduler
+from phalanx.scheduler_svc.seat import SeatLink
+from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
+from phalanx.services.client_core import ClientCore
+from phalanx.services.gateway.admission import Pending
+from phalanx.services.gateway.core import Core
+from phalanx.services.gateway.entries import Accept, Recovered
+from phalanx.services.gateway.placement import Placement
+from phalanx.services.gateway.seats import Seat
+from phalanx.services.gateway.streams import End, Place, Request, Stream
+from phalanx.supervisor.core import SupervisorCore
+from phalanx.supervisor.events import AcksSeen, Action
+from phalanx.supervisor.group import Group, GroupPhase
+from phalanx.supervisor.process import Process
+from phalanx.worker_svc.slots import Slots
+from sim.hash_worker import HashWorker
+from sim.world import World
+from sim.world_worker import MemoryLink, Region, WorkerBody
+
+Patch = pytest.MonkeyPatch
+Plant = Callable[[Patch], None]
+PLANTED: list[tuple[Plant, range]] = []
+
+
+def planted(seeds: int, first: int = 0) -> Callable[[Plant], Plant]:
+    """It must be found within so many seeds; `first` is for the rare ones, which would take long."""
+
+    def note(plant: Plant) -> Plant:
+        PLANTED.append((plant, range(first, first + seeds)))
+        return plant
+
+    return note
+
+
+# ---------------------------------------------------------------- supervisor
+
+
+@planted(seeds=10)
+def go_without_all_acks(patch: Patch) -> None:
+    def advance(self: Group, now_ns: int) -> list[Action]:
+        if len(self.waiting) > 1:
+            return []
+        self.waiting.clear()
+        return self._run(now_ns) if self.phase is GroupPhase.GOING else self._try_go(now_ns)
+
+    patch.setattr(Group, "_advance", advance)
+
+
+@planted(seeds=20)
+def believes_acks_of_another_epoch(patch: Patch) -> None:
+    def acks(self: Group, seen: AcksSeen, now_ns: int) -> list[Action]:
+        acknowledged = seen.stop if self.phase is GroupPhase.STOPPING else seen.go
+        if seen.seat not in self.waiting or not acknowledged:
+            return []
+        del self.waiting[seen.seat]
+        return self._advance(now_ns)
+
+    patch.setattr(Group, "acks", acks)
+
+
+@planted(seeds=20)
+def peers_are_not_told_of_a_loss(patch: Patch) -> None:
+    """They wait for its rows for ever."""
+    right = Group.lost
+
+    def lost(self: Group, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+        if self.phase is GroupPhase.RUNNING and len(self.members) > 1:
+            self.seats[seat].state = "lost"
+            self.members.pop(seat, None)
+            return self.publish()
+        return right(self, seat, cause, detected_ms, now_ns)
+
+    patch.setattr(Group, "lost", lost)
+
+
+@planted(seeds=40)
+def does_not_kill_who_hangs(patch: Patch) -> None:
+    def lose(
+        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        return self._dying(process, why, since_ns, now_ns) if process.alive else []
+
+    patch.setattr(SupervisorCore, "_lose", lose)
+
+
+# ---------------------------------------------------------------- worker
+
+
+@planted(seeds=100, first=60)
+def receives_into_the_old_region(patch: Patch) -> None:
+    """What a dying peer stored for an earlier epoch counts in this one."""
+
+    def fresh_region(self: WorkerBody) -> Region:
+        return self.region
+
+    patch.setattr(WorkerBody, "fresh_region", fresh_region)
+
+
+@planted(seeds=40)
+def who_waits_for_rows_does_not_look_at_the_epoch(patch: Patch) -> None:
+    """Survivors of a loss do not acknowledge STOP, and are taken for lost as well."""
+    right = WorkerBody._advance
+
+    def advance(self: WorkerBody) -> bool:
+        running = self.running
+        assert running is not None
+        missing = any(
+            running.region.flags.get(peer, 0) != running.number[1] for peer in running.peers
+        )
+        return False if running.phase == "exchange" and missing else right(self)
+
+    patch.setattr(WorkerBody, "_advance", advance)
+
+
+@planted(seeds=20)
+def an_abandoned_step_commits(patch: Patch) -> None:
+    right = HashWorker.run
+
+    def run(self: HashWorker, plan: StepPlan, *, abandon: bool = False) -> StepResult:
+        if abandon and plan.seen >= self.aborted:
+            right(self, plan)
+            return StepResult(plan.seq, aborted=True)
+        return right(self, plan, abandon=abandon)
+
+    patch.setattr(HashWorker, "run", run)
+
+
+# ---------------------------------------------------------------- scheduler
+
+
+@planted(seeds=20)
+def no_fence(patch: Patch) -> None:
+    """Blocks of an ended sequence come back while its step is in flight."""
+
+    def release(self: Scheduler, sequence: SchedulerSequence) -> None:
+        self.rank.leave(sequence)
+        self.rank.free(sequence)
+        self.table.remove(sequence)
+
+    patch.setattr(Scheduler, "_release", release)
+
+
+@planted(seeds=20)
+def one_link_for_all_workers(patch: Patch) -> None:
+    """The next worker finds the plans that the last one did not run."""
+
+    def follow(self: SeatLink, seat: SeatOfTopology) -> bool:
+        before, self._worker = self._worker, seat.worker_incarnation
+        was_gone, self._gone = self._gone, seat.state in ("lost", "absent")
+        return before not in (0, self._worker) or (self._gone and not was_gone)
+
+    patch.setattr(SeatLink, "follow", follow)
+
+
+@planted(seeds=20)
+def an_abandoned_step_is_not_planned_again(patch: Patch) -> None:
+    patch.setattr(scheduler_core, "retract", lambda rank, flight: None)
+
+
+# ---------------------------------------------------------------- gateway and its journal
+
+
+@planted(seeds=5)
+def accepts_before_the_journal_has_synced(patch: Patch) -> None:
+    def tokenized(self: Core, pending: Pending, prompt_ids: Sequence[int]) -> None:
+        entry = self._admission.resolve(pending, prompt_ids, None, self._fingerprint)
+        self._ledger.add(Accept(entry))
+        self._accept(pending, self._tick_at_ns)
+
+    patch.setattr(Core, "_tokenized", tokenized)
+
+
+@planted(seeds=20)
+def tokens_that_come_twice_count_twice(patch: Patch) -> None:
+    def extend(self: Stream, offset: int, token_ids: Sequence[int]) -> bool:
+        if offset > len(self.tokens):
+            return False
+        self.tokens.extend(token_ids)
+        return True
+
+    patch.setattr(Stream, "extend", extend)
+
+
+@planted(seeds=40)
+def a_final_without_tokens_is_lost(patch: Patch) -> None:
+    right = Placement._take
+
+    def take(
+        self: Placement, stream: Stream, place: Place, seat: Any, item: TokensItem, now_ns: int
+    ) -> bool:
+        if item.finish_reason is not None and item.offset == len(stream.tokens):
+            return False
+        return right(self, stream, place, seat, item, now_ns)
+
+    patch.setattr(Placement, "_take", take)
+
+
+@planted(seeds=60)
+def commands_are_said_once(patch: Patch) -> None:
+    patch.setattr(Placement, "_repeat", lambda self, stream, place, seat, now_ns: None)
+
+
+@planted(seeds=60)
+def an_aborted_request_comes_back_to_life(patch: Patch) -> None:
+    right = Core._recover
+
+    def recover(self: Core, one: Recovered, now_ns: int) -> None:
+        finals = {i: final for i, final in one.finals.items() if final.finish_reason != "abort"}
+        right(self, Recovered(one.entry, finals), now_ns)
+
+    patch.setattr(Core, "_recover", recover)
+
+
+@planted(seeds=60)
+def resumes_at_the_beginning(patch: Patch) -> None:
+    """The next rank is not told what there is; what it makes is taken for the continuation."""
+    right = Placement._take
+
+    def take(
+        self: Placement, stream: Stream, place: Place, seat: Any, item: TokensItem, now_ns: int
+    ) -> bool:
+        base = self.__dict__.setdefault("bases", {}).setdefault(
+            (stream.number, place.attempt), len(stream.tokens)
+        )
+        moved = msgspec.structs.replace(item, offset=item.offset + base)
+        return right(self, stream, place, seat, moved, now_ns)
+
+    patch.setattr(Placement, "_take", take)
+    patch.setattr(Stream, "outputs", lambda self: b"")
+
+
+@planted(seeds=60)
+def tells_an_abort_before_it_is_on_disk(patch: Patch) -> None:
+    right = Core._abort_request
+
+    def abort(self: Core, request: Request, end: End, now_ns: int) -> None:
+        right(self, request, end, now_ns)
+        request.held = False
+
+    patch.setattr(Core, "_abort_request", abort)
+
+
+@planted(seeds=60)
+def forgets_finals_of_the_last_life(patch: Patch) -> None:
+    """Every sequence of an open request begins anew after a restart, for a reader that had its end."""
+    right = Core._recover
+
+    def recover(self: Core, one: Recovered, now_ns: int) -> None:
+        right(self, Recovered(one.entry, {}), now_ns)
+
+    patch.setattr(Core, "_recover", recover)
+
+
+@planted(seeds=100)
+def tokens_of_a_lost_place_are_the_streams_of_another(patch: Patch) -> None:
+    """Handles are not cleared when a scheduler is another one: rows go to whom the old one meant."""
+    right = Placement._replace_scheduler
+
+    def replace(self: Placement, seat: Seat, peer: bytes, incarnation: int) -> None:
+        kept = dict(seat.handles)
+        right(self, seat, peer, incarnation)
+        seat.handles.update(kept)
+
+    def unplace(self: Placement, stream: Stream) -> None:
+        place = stream.place
+        if place is not None:
+            self._calls.pop(place.call, None)
+            self.seats.by_number[place.seat].streams.pop(stream.number, None)
+            stream.place = None
+
+    patch.setattr(Placement, "_replace_scheduler", replace)
+    patch.setattr(Placement, "_unplace", unplace)
+
+
+@planted(seeds=20)
+def drafts_pass_unseen(patch: Patch) -> None:
+    patch.setattr(Slots, "_passed", lambda self, rows, tokens, status: np.ones(len(tokens), bool))
+
+
+@planted(seeds=100, first=50)
+def a_worker_takes_any_link(patch: Patch) -> None:
+    """Also one with plans for the worker before it, whose scheduler hangs."""
+    patch.setattr(MemoryLink, "taken", False)
+
+
+@planted(seeds=60)
+def an_adopted_stream_lacks_logprobs(patch: Patch) -> None:
+    patch.setattr(Stream, "lacks_logprobs", lambda self, item: False)
+
+
+@planted(seeds=40)
+def recovers_nothing(patch: Patch) -> None:
+    """What no scheduler runs after a restart is never run again."""
+    patch.setattr(Core, "_end_recovery", lambda self, now_ns: None)
+
+
+# ---------------------------------------------------------------- client
+
+
+@planted(seeds=60)
+def a_client_attaches_at_the_beginning(patch: Patch) -> None:
+    right = ClientCore._send
+
+    def send(self: ClientCore, message: ClientMessage) -> None:
+        if isinstance(message, Attach):
+            message = Attach(message.call, message.request_id)
+        right(self, message)
+
+    patch.setattr(ClientCore, "_send", send)
+
+
+@planted(seeds=60)
+def a_client_does_not_notice_another_gateway(patch: Patch) -> None:
+    patch.setattr(ClientCore, "_repeat", lambda self, flow, now_ns: None)
+
+
+@pytest.mark.parametrize("plant, seeds", PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
+def test_bug_is_found(plant: Plant, seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    assert any(_fails(seed) for seed in seeds), f"not found in {len(seeds)} runs"
+
+
+def _fails(seed: int) -> bool:
+    try:
+        World(seed).run()
+    except (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return True
+    return False
