@@ -52,7 +52,7 @@ OLD_NODE_MS = 3_000  # how long a start waits for the children of a killed super
 
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
 MAX_PROCESSES = 256  # rows of the heartbeat table
-FAULTS_MAX = 32  # made on purpose in one process at a time
+FAULTS_MAX = 64  # made on purpose in one process at a time
 RING_BYTES = 4 << 20  # plan ring and result ring of one rank
 TOPOLOGY_BYTES_MAX = 1 << 20
 BLOCK_SIZE = 128  # tokens of a KV block

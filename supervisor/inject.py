@@ -125,7 +125,8 @@ class Injector:
     def _check_escape(self, request: Inject, chosen: tuple[str, ...]) -> None:
         """A supervisor that hears nothing any more could not be told to stop that, either."""
         endless = request.rate >= 1 and not request.count and not request.ms
-        if SUPERVISOR in chosen and request.kind in MESSAGES and not request.only and endless:
+        deaf = request.kind in ("drop", "corrupt") and not request.only and endless
+        if SUPERVISOR in chosen and deaf:
             raise ConfigError(
                 f"{request.kind} of every message of the supervisor could not be cleared any more:"
                 " give --rate, --count, --ms or --only"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from e2e.field import Field, specs
 from e2e.node import Node
 from phalanx.testing.plugin import phalanx_node, session_node, start_node
 
@@ -20,3 +21,9 @@ def node(start_node: Callable[..., Node]) -> Node:
 @pytest.fixture
 def run_dir(node: Node) -> Path:
     return node.run_dir
+
+
+@pytest.fixture(scope="session")
+def control(start_node: Callable[..., Node]) -> Field:
+    """Three ranks that compute nothing, so that a worker is back in a second: their tokens are a hash."""
+    return Field(lambda: start_node(3, "--inject", "--device", "null"), specs(400))

@@ -1,0 +1,37 @@
+"""A machine with far more work than it has processors is slow; nobody on it is dead."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from e2e.field import specs
+from phalanx.testing.node import Node
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+BUSY_S = 15
+
+
+def test_no_healthy_process_is_called_dead_under_eightfold_overload(
+    start_node: Callable[..., Node],
+) -> None:
+    node = start_node(2)
+    fault_free = node.run(specs(16))
+    before = node.look()
+    code = f"import time; end = time.monotonic() + {BUSY_S}\nwhile time.monotonic() < end: pass"
+    count = 8 * (os.cpu_count() or 1)
+    busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+    try:
+        ends = time.monotonic() + BUSY_S
+        while time.monotonic() < ends:
+            assert node.run(specs(16), timeout=240) == fault_free
+    finally:
+        for process in busy:
+            process.wait(120)
+    after = node.look()
+    assert after.epoch == before.epoch and after.epochs == before.epochs
+    assert {p.name: p.pid for p in after.processes} == {p.name: p.pid for p in before.processes}

@@ -1,0 +1,53 @@
+"""A dying worker may store into its peers' memory until it is gone: what it hits is in no use any more."""
+
+import os
+import threading
+
+import pytest
+
+from e2e.field import specs
+from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.board import Board
+from phalanx.testing.node import Node
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+
+def test_stores_into_the_regions_of_an_old_epoch_change_no_token(phalanx_node: Node) -> None:
+    """The receive regions of both ranks are kept mapped, as a dying peer has them, and overwritten without
+    end from the moment that the next epoch runs until the lost rank is back in its place."""
+    node, requests = phalanx_node, specs(24)
+    fault_free = node.run(requests)
+    board = Board.attach(node.run_dir.name)
+    topology = board.topology()
+    assert topology is not None and topology.members() == [0, 1]
+    names = [
+        arena_name(node.run_dir.name, f"xch{s.seat}", f"{s.worker_incarnation}.{topology.epoch}")
+        for s in topology.seats
+    ]
+    regions = [Arena.attach(name) for name in names]
+    enough, rounds = threading.Event(), [0]
+
+    def scribble() -> None:
+        while board.epoch == topology.epoch or board.epoch % 2:
+            enough.wait(0.0005)
+        while not enough.wait(0.05):
+            for region in regions:
+                region.data[:] = os.urandom(4096) * (region.nbytes // 4096)
+            rounds[0] += 1
+
+    thread = threading.Thread(target=scribble)
+    thread.start()
+    try:
+        assert node.run(requests, lambda: node.inject("kill", "worker-1")) == fault_free
+        node.wait_healthy()
+        before = rounds[0]
+        assert node.run(requests) == fault_free
+        assert rounds[0] > before > 0
+        assert not set(names) & set(node.names())
+    finally:
+        enough.set()
+        thread.join()
+        for region in regions:
+            region.close()
+        board.close()
