@@ -234,8 +234,11 @@ class StatsReply(Message, frozen=True):
     open_requests: int
     accepted: int
     refused: int
-    finished: dict[str, int]  # by finish reason
+    finished: dict[str, int]  # sequences by finish reason
     seats: tuple["SeatLoad", ...]
+    # Sequences accepted here or taken over unfinished: those that finished, and those that are open.
+    sequences: int = 0
+    open_sequences: int = 0
 
 
 class Health(Message, frozen=True):

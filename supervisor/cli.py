@@ -23,6 +23,7 @@ _COMMANDS = {
     "logs": "look",
     "kv": "look",
     "eplb": "look",
+    "metrics": "metrics",
     "doctor": "doctor",
     "inspect": "model",
     "inject": "inject",

@@ -104,7 +104,7 @@ class Core:
         self._health = HealthUpdate(False, 0, ("the node is starting",))
         self._closed: End | None = None  # the end of everything that is still open at shutdown
         self._tick_at_ns = self._alive_at_ns = now_ns
-        self._accepted = self._refused = 0
+        self._accepted = self._refused = self._sequences = 0
         self._finished: dict[str, int] = {}
         for one in recovered:
             self._recover(one, now_ns)
@@ -212,6 +212,7 @@ class Core:
         request = self._admission.accept(pending)
         self._requests[request.request_id] = request
         self._accepted += 1
+        self._sequences += len(request.streams)
         self._attach(request, pending.client, pending.message.call, now_ns)
         for stream in request.streams:
             self._placement.enqueue(stream)
@@ -315,6 +316,8 @@ class Core:
             self._refused,
             dict(self._finished),
             self._placement.seats.loads(),
+            self._sequences,
+            self._admission.sequences - sum(p.message.n for p in self._admission.pending.values()),
         )
 
     def _health_reply(self, call: int) -> HealthReply:
@@ -601,6 +604,7 @@ class Core:
         for stream in request.streams:
             stream.final = one.finals.get(stream.index)
             if stream.final is None:
+                self._sequences += 1
                 self._recovering[stream.number] = stream
             else:
                 self._admission.sequence_ended()

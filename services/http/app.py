@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -22,12 +23,14 @@ from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.log import Logger
 from phalanx.services.client_async import AsyncClient
 from phalanx.services.http import completions, errors, recipe
+from phalanx.services.http.counts import Counts
 from phalanx.services.http.errors import HttpError, bad
 from phalanx.services.http.gate import Gate
 from phalanx.services.http.keys import Keys
 from phalanx.services.http.replies import Asked
 from phalanx.services.http.running import Running, document_of, stream_of
 from phalanx.services.http.tokens import Tokens
+from phalanx.services.metrics import CONTENT_TYPE, exposition
 from phalanx.services.template import RECIPE_MODEL
 
 HEALTH_S = 0.5  # an answer that comes later is no sign of health
@@ -65,6 +68,8 @@ class Server:
     model: recipe.Model
     tokens: Tokens
     log: Logger
+    run_dir: Path
+    counts: Counts
     stopping: bool = False
 
     def app(self) -> Starlette:
@@ -80,6 +85,7 @@ class Server:
             Route("/v1/messages/count_tokens", self._guarded(self._count), methods=["POST"]),
             Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/ping", self._health, methods=["GET", "POST"]),
         ]
@@ -112,8 +118,10 @@ class Server:
     ) -> Response:
         request_id = _request_id(request)
         headers = {"x-request-id": request_id}
+        counted = self.counts.request(request.url.path)
         # Its `finally` is the end of the request: for a stream long after this function returned.
         whole = contextlib.AsyncExitStack()
+        whole.callback(counted.end)
         try:
             who = self.keys.who(request.headers)
             if self.stopping:
@@ -131,18 +139,21 @@ class Server:
             )
             reply = asked.reply()
             if asked.stream:
-                events = stream_of(running, reply, started, self.config.keep_alive_s)
+                events = stream_of(running, reply, started, self.config.keep_alive_s, counted)
                 return EventStream(
                     events,
                     whole.pop_all(),
                     headers,
                 )
-            document = await self._while_connected(request, document_of(running, reply, started))
+            work = document_of(running, reply, started, counted)
+            document = await self._while_connected(request, work)
             return _json(document, headers=headers)
         except ClientDisconnect:
+            counted.status = 499
             return Response(status_code=499)  # nobody reads it
         except PhalanxError as error:
             failed = errors.of(error)
+            counted.status = failed.status
             if failed.status >= 500:
                 self.log.warning("failed", http_id=request_id, error=failed.text)
             return _json(words(failed), failed.status, {**headers, **failed.headers})
@@ -211,6 +222,11 @@ class Server:
         body = await self._body(request)
         asked = recipe.ask(recipe.MESSAGES, {"max_tokens": 1} | body, self.model)
         return {"input_tokens": len(await self.tokens.encode_spans(asked.specs[0].prompt))}
+
+    async def _metrics(self, request: Request) -> Response:
+        """Live state, gathered now, and this process's own counts."""
+        text = await asyncio.to_thread(exposition, self.run_dir, self.counts.registry)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def _health(self, request: Request) -> Response:
         try:

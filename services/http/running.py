@@ -9,6 +9,7 @@ from phalanx.protocol.messages import Delta, Final, PromptLogprob
 from phalanx.services.client_async import AsyncClient, AsyncStream
 from phalanx.services.client_flow import Spec
 from phalanx.services.http import errors
+from phalanx.services.http.counts import Counted
 from phalanx.services.http.replies import Reply, Started, joined
 
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -88,7 +89,11 @@ class Running:
 
 
 async def stream_of(
-    running: Running, reply: Reply, started: list[Started], keep_alive_s: float
+    running: Running,
+    reply: Reply,
+    started: list[Started],
+    keep_alive_s: float,
+    counted: Counted,
 ) -> AsyncIterator[bytes]:
     """The reply as server-sent events. A pause of the node is bridged with comments."""
     begun = set[int]()
@@ -99,6 +104,7 @@ async def stream_of(
                 yield _KEEP_ALIVE
                 continue
             said = []
+            counted.saw(events)
             if prompt not in begun and (scores := running.scores(prompt)):
                 said += reply.scored(prompt, scores)
             begun.add(prompt)
@@ -107,12 +113,16 @@ async def stream_of(
                 yield b"".join(event.encode() for event in said)
         yield b"".join(event.encode() for event in reply.end())
     except PhalanxError as error:
-        yield b"".join(event.encode() for event in reply.fail(errors.of(error)))
+        failed = errors.of(error)
+        counted.status = failed.status
+        yield b"".join(event.encode() for event in reply.fail(failed))
     finally:
         running.abandon()
 
 
-async def document_of(running: Running, reply: Reply, started: list[Started]) -> dict[str, Any]:
+async def document_of(
+    running: Running, reply: Reply, started: list[Started], counted: Counted
+) -> dict[str, Any]:
     """The whole reply. Raises HttpError."""
     try:
         reply.begin(started)
@@ -121,6 +131,7 @@ async def document_of(running: Running, reply: Reply, started: list[Started]) ->
             if events and prompt not in begun and (scores := running.scores(prompt)):
                 reply.scored(prompt, scores)
             begun.add(prompt)
+            counted.saw(events)
             for event in joined(events):
                 reply.take(prompt, event)
         return reply.document()

@@ -23,6 +23,7 @@ from phalanx.protocol.service import Service
 from phalanx.services.client_async import AsyncClient
 from phalanx.services.http.address import listen, url
 from phalanx.services.http.app import Server
+from phalanx.services.http.counts import Counts
 from phalanx.services.http.gate import Gate
 from phalanx.services.http.keys import Keys, read_keys
 from phalanx.services.http.quotas import Door, Quota
@@ -74,6 +75,8 @@ class Web:
                 self._model,
                 self._tokens,
                 service.log,
+                service.run_dir,
+                Counts(self._gate.door),
             )
             web = _Uvicorn(_settings(server))
             serving = asyncio.create_task(web.serve(sockets=[listener]))
