@@ -58,7 +58,12 @@ class Journal:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
                 raise  # the disk is full or fails, a lock: the file is sound and stays where it is
             self.move_aside(str(error))  # it has not our tables
-        except (sqlite3.DatabaseError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (
+            sqlite3.DatabaseError,
+            msgspec.DecodeError,
+            msgspec.ValidationError,
+            TypeError,  # a column that is empty, though nobody wrote it so
+        ) as error:
             self.move_aside(str(error))
         return []
 
