@@ -46,6 +46,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     history_requests: int = 1024
     history_bytes: int = 64 << 20
     history_ttl_s: int = 3600
+    # How often two ranks make the beginning of an ended request again and are compared; 0: never.
+    scrub_every_s: float = 0.0
 
 
 class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,6 +162,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("gateway.history_requests", g.history_requests, g.history_requests >= 0, ">= 0"),
             ("gateway.history_bytes", g.history_bytes, g.history_bytes >= 0, ">= 0"),
             ("gateway.history_ttl_s", g.history_ttl_s, g.history_ttl_s >= 0, ">= 0"),
+            (
+                "gateway.scrub_every_s",
+                g.scrub_every_s,
+                0 <= g.scrub_every_s <= 86_400,
+                "0 to 86400",
+            ),
             ("kvstore.max_bytes", k.max_bytes, k.max_bytes >= 16 << 20, "at least 16 MiB"),
             ("kvstore.free_floor_bytes", k.free_floor_bytes, k.free_floor_bytes >= 0, ">= 0"),
             ("http.port", h.port, 0 <= h.port <= 65535, "0 to 65535"),

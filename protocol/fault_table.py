@@ -20,7 +20,7 @@ _PAYLOAD_AT = _COUNTERS_AT + 4 * FAULTS_MAX
 SUPERVISOR_ROW = MAX_PROCESSES - 1  # processes are far fewer
 
 MessageKind = Literal["drop", "delay", "duplicate", "corrupt"]
-FaultKind = MessageKind | Literal["slow", "diskfull", "failpoint"]
+FaultKind = MessageKind | Literal["slow", "diskfull", "ulp", "failpoint"]
 Action = Literal["kill", "stop", "sleep", "raise"]
 
 

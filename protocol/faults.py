@@ -73,6 +73,10 @@ class Faults:
             if self._happens(fault):
                 self.sleep(fault.ms / 1000)
 
+    def ulp(self) -> bool:
+        """Once a step of a worker: whether its numbers are to be a little wrong."""
+        return any(map(self._happens, self.of("ulp")))
+
     def check_disk(self, name: str) -> None:
         """Raises OSError as a full disk does."""
         for fault in self.of("diskfull"):

@@ -624,6 +624,32 @@ class Progress(Message, frozen=True):
     fraction: float = -1.0  # -1: unknown
 
 
+class Finding(msgspec.Struct, frozen=True):
+    """Ranks that computed other bits for the same step than others did."""
+
+    seats: tuple[int, ...]
+    incarnations: tuple[int, ...]  # of their workers: one that was started again is another
+    against: tuple[
+        int, ...
+    ]  # ranks that agreed with each other; empty: nobody can tell who is wrong
+    request_id: str  # whose steps they were
+    at: int  # the first output that differs
+
+
+class Scrubbed(msgspec.Struct, frozen=True):
+    """What the gateway's scrubber has found so far."""
+
+    checked: int = 0  # comparisons
+    differed: int = 0
+    findings: tuple[Finding, ...] = ()  # of workers that still run
+
+
+class ScrubReport(Message, frozen=True):
+    """For the supervisor, which tells it in `status`; sent on every change."""
+
+    scrubbed: Scrubbed
+
+
 class StatusQuery(Message, frozen=True):
     call: int
 
@@ -674,6 +700,7 @@ class StatusReply(Message, frozen=True):
     epochs: tuple[EpochRecord, ...] = ()
     failed: str = ""  # why the node is going down
     inexact: tuple[str, ...] = ()  # settings outside the promise of equal tokens
+    scrubbed: Scrubbed = Scrubbed()
 
 
 class Shutdown(Message, frozen=True):
@@ -730,7 +757,7 @@ class Drain(Message, frozen=True):
     timeout_ms: int
 
 
-ToSupervisor = Ready | Progress | StatusQuery | Shutdown | Inject
+ToSupervisor = Ready | Progress | ScrubReport | StatusQuery | Shutdown | Inject
 FromSupervisor = (
     TopologyChanged | HealthUpdate | Drain | StatusReply | ShutdownDone | Injected | Error
 )

@@ -17,7 +17,14 @@ from phalanx.protocol.limits import (
     STOP_ACK_MS,
     TERM_GRACE_MS,
 )
-from phalanx.protocol.messages import Drain, HealthUpdate, PhaseTime, TopologyChanged
+from phalanx.protocol.messages import (
+    Drain,
+    Finding,
+    HealthUpdate,
+    PhaseTime,
+    Scrubbed,
+    TopologyChanged,
+)
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
@@ -33,6 +40,7 @@ from phalanx.supervisor.events import (
     Progressed,
     Publish,
     Reaped,
+    ScrubHeard,
     Send,
     SetEpoch,
     ShutdownAsked,
@@ -74,6 +82,7 @@ class SupervisorCore:
         self.left: list[str] = []
         self.phases: list[PhaseTime] = []
         self.started_ns = 0
+        self.scrubbed = Scrubbed()
         self.ready_s = -1.0  # from the first tick to the first time that all was well
         self._ticked_ns = 0
         self._stage_ends_ns = 0
@@ -125,6 +134,9 @@ class SupervisorCore:
                 return self.group.acks(event, now_ns) if self._supervising else []
             case Stranded():
                 self.group.moved(event.count)
+                return []
+            case ScrubHeard(scrubbed):
+                self.scrubbed = scrubbed
                 return []
             case ShutdownAsked():
                 return self._shut_down(event.drain_ms, now_ns)
@@ -338,7 +350,18 @@ class SupervisorCore:
                 reasons.append("the group is stopped: too few workers hold all experts")
             case GroupPhase.FORMING:
                 reasons.append("the group is forming")
-        return reasons
+        return reasons + [_told(finding) for finding in self.findings()]
+
+    def findings(self) -> list[Finding]:
+        """What the scrubber found of workers that have not been started again since."""
+        return [
+            finding
+            for finding in self.scrubbed.findings
+            if all(
+                seat in self.workers and self.workers[seat].incarnation == incarnation
+                for seat, incarnation in zip(finding.seats, finding.incarnations, strict=True)
+            )
+        ]
 
     def _up(self, seat: int) -> bool:
         return self.workers[seat].stage is Stage.READY
@@ -441,6 +464,17 @@ class SupervisorCore:
         self.stage = NodeStage.FINISHED
         self.left += [f"{p.spec.name} (does not die)" for p in self.processes.values() if p.exists]
         return [Sweep(), Finished(self.code, self.failed, tuple(self.left))]
+
+
+def _told(finding: Finding) -> str:
+    names = " and ".join(f"worker-{seat}" for seat in finding.seats)
+    where = f"output {finding.at} of request {finding.request_id[:8]}"
+    if not finding.against:
+        return f"the scrubber: {names} compute different bits ({where}); one of them is wrong"
+    others = " and ".join(f"worker-{seat}" for seat in finding.against)
+    return (
+        f"the scrubber: {names} computes other bits than {others} ({where}): is its device broken?"
+    )
 
 
 def describe_end(code: int, detail: str) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
+from phalanx.protocol.messages import Drain, HealthUpdate, Scrubbed, TopologyChanged
 from phalanx.protocol.topology import Topology
 
 # ---------------------------------------------------------------- events
@@ -93,6 +93,13 @@ class Stranded:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubHeard:
+    """What the gateway's scrubber has found so far."""
+
+    scrubbed: Scrubbed
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownAsked:
     drain_ms: int
 
@@ -112,6 +119,7 @@ Event = (
     | Inspected
     | AcksSeen
     | Stranded
+    | ScrubHeard
     | ShutdownAsked
     | KillAsked
 )

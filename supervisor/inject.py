@@ -30,6 +30,7 @@ WRITTEN: dict[str, FaultKind] = {
     **{kind: kind for kind in MESSAGES},
     "slow": "slow",
     "diskfull": "diskfull",
+    "ulp": "ulp",
     "failpoint": "failpoint",
 }
 # `list` only tells which processes a target names, or the names of failpoints.
@@ -220,6 +221,8 @@ def _fit(request: Inject, names: list[str]) -> list[str]:
             return [name for name in names if _kind(name) == kind]
         case "diskfull":
             return [name for name in names if _kind(name) in DISKS]
+        case "ulp":
+            return [name for name in names if _kind(name) == "worker"]
         case _:
             return names
 

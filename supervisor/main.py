@@ -27,6 +27,7 @@ from phalanx.protocol.messages import (
     Message,
     Progress,
     Ready,
+    ScrubReport,
     Shutdown,
     ShutdownDone,
     StatusQuery,
@@ -48,6 +49,7 @@ from phalanx.supervisor.events import (
     Progressed,
     Publish,
     Reaped,
+    ScrubHeard,
     Send,
     SetEpoch,
     ShutdownAsked,
@@ -254,6 +256,8 @@ class Node:
                 self._events.append(BecameReady(name, incarnation, fingerprint))
             case Progress(name, incarnation, phase, fraction) if name in self._specs:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
+            case ScrubReport(scrubbed):
+                self._events.append(ScrubHeard(scrubbed))
             case StatusQuery(call):
                 now_ns = time.monotonic_ns()
                 reply = status(self._core, self._config, os.getpid(), call, now_ns)

@@ -1,5 +1,7 @@
 """The answer to StatusQuery, made from the core's state. Pure."""
 
+from msgspec import structs
+
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.messages import ProcessStatus, RankStatus, StatusReply
 from phalanx.supervisor.core import NodeStage, SupervisorCore
@@ -27,6 +29,7 @@ def status(
         epochs=tuple(core.group.records),
         failed=core.failed,
         inexact=inexact(config),
+        scrubbed=structs.replace(core.scrubbed, findings=tuple(core.findings())),
     )
 
 

@@ -38,10 +38,25 @@ MODEL = ModelLimits("tiny", 64, 1000, 1)
 class Desk:
     """A core on a table: takes events, shows what came out since."""
 
-    def __init__(self, *recovered: Recovered, seats: int = 2, capacity: int = 8) -> None:
+    def __init__(
+        self,
+        *recovered: Recovered,
+        seats: int = 2,
+        capacity: int = 8,
+        scrub_every_s: float = 0.0,
+    ) -> None:
         self.now = 0
         draws = iter(range(1, 10**6))
-        settings = Settings(MODEL, 7, 100, 50, 600, capacity, lambda bits: next(draws))
+        settings = Settings(
+            MODEL,
+            7,
+            100,
+            50,
+            600,
+            capacity,
+            lambda bits: next(draws),
+            scrub_every_s=scrub_every_s,
+        )
         self.core = Core(settings, recovered, 0)
         self.bus: list[tuple[bytes, BusFromGateway]] = []
         self.ops: list[Op] = []

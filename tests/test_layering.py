@@ -36,6 +36,7 @@ PURE = {
     "entries.py",
     "history.py",
     "replays.py",
+    "scrub.py",
     "kept.py",
     "ledger.py",
     "seats.py",

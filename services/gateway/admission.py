@@ -35,6 +35,7 @@ class Settings:
     history_requests: int = 1024  # ended ones that can be run again and compared
     history_bytes: int = 64 << 20
     history_ttl_s: int = 3600
+    scrub_every_s: float = 0.0  # 0: never
 
 
 @dataclass(eq=False)

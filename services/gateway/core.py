@@ -35,6 +35,7 @@ from phalanx.protocol.messages import (
     Ping,
     Refusal,
     Replay,
+    ScrubReport,
     SeatLoad,
     SequenceList,
     Stats,
@@ -52,12 +53,22 @@ from phalanx.services.gateway.admission import (
     digest_of,
 )
 from phalanx.services.gateway.delivery import Delivery, Send
-from phalanx.services.gateway.entries import Accept, Alive, Finish, Forget, Op, Recovered, Stamp
+from phalanx.services.gateway.entries import (
+    Accept,
+    Alive,
+    Entry,
+    Finish,
+    Forget,
+    Op,
+    Recovered,
+    Stamp,
+)
 from phalanx.services.gateway.history import History, Past, check_comparable
 from phalanx.services.gateway.kept import Kept
 from phalanx.services.gateway.ledger import Ledger
 from phalanx.services.gateway.placement import Placement, ids_of
 from phalanx.services.gateway.replays import Replays, Run
+from phalanx.services.gateway.scrub import Scrubber, bits_of, probe_of
 from phalanx.services.gateway.streams import End, Request, Stream
 from phalanx.services.gateway.texts import EncodeJob, Texts
 
@@ -94,6 +105,8 @@ class Core:
             settings.history_requests, settings.history_bytes, settings.history_ttl_s * 1000 * MS
         )
         self._replays = Replays(settings.draw, self._admission.number)
+        self._scrubber = Scrubber(int(settings.scrub_every_s * 1000) * MS)
+        self._probe: Entry | None = None  # for the scrubber, of the request that ended last
         self._requests: dict[str, Request] = {}
         self._abort_calls: dict[str, list[tuple[bytes, int]]] = {}  # to be answered when durable
         self._hellos: dict[str, int] = {}  # newest incarnation of each service
@@ -120,7 +133,7 @@ class Core:
             self._end_recovery(now_ns)
         self._placement.dispatch(now_ns)
         for stream in self._placement.take_ended():
-            self._produced(stream)
+            self._produced(stream, now_ns)
         self._texts.dispatch(now_ns)
         self._give_up_jobs(now_ns)
 
@@ -138,6 +151,10 @@ class Core:
         for request in self._delivery.deliver(send, now_ns):
             if request.delivered_ns is None:
                 request.delivered_ns = now_ns
+
+    def take_scrub_report(self) -> ScrubReport | None:
+        """For the supervisor, if there is news."""
+        return self._scrubber.take_report()
 
     def wait_ns(self, now_ns: int) -> int:
         """How long the next `turn` may be away, as long as no event comes."""
@@ -162,7 +179,7 @@ class Core:
             case Attach():
                 self._on_attach(client, message, now_ns)
             case Replay():
-                self._on_replay(client, message)
+                self._on_replay(client, message, now_ns)
             case Stats():
                 self._delivery.reply(client, self._stats(message.call))
             case Health():
@@ -361,7 +378,7 @@ class Core:
                 self._placement.on_done(peer, message.call)
             case Tokens():
                 for stream in self._placement.on_tokens(peer, message, self._find, now_ns):
-                    self._produced(stream)
+                    self._produced(stream, now_ns)
             case SequenceList():
                 self._on_list(peer, message, now_ns)
             case SeatLoad():
@@ -418,7 +435,7 @@ class Core:
         )
         for stream in adopted:
             del self._recovering[stream.number]
-            self._produced(stream)
+            self._produced(stream, now_ns)
 
     def _find(self, request_id: str, index: int) -> Stream | None:
         request = self._requests.get(request_id)
@@ -430,9 +447,9 @@ class Core:
 
     # ------------------------------------------------------------ streams
 
-    def _produced(self, stream: Stream) -> None:
+    def _produced(self, stream: Stream, now_ns: int) -> None:
         if stream.silent:
-            self._replayed(stream)
+            self._replayed(stream, now_ns)
             return
         self._texts.decode(stream)
         if stream.sampling.prompt_logprobs is not None:
@@ -454,7 +471,7 @@ class Core:
         """The stream ends with an error at what was shown of it."""
         if stream.silent:
             stream.end = end
-            self._replayed(stream)
+            self._replayed(stream, now_ns)
             return
         request = self._requests[stream.request_id]
         final = stream.final_of(end, max(len(stream.shown), _reached(request, stream)))
@@ -483,6 +500,7 @@ class Core:
             self._admission.sequence_ended()
         if request.finished:
             self._keep(request, now_ns)
+            self._note_probe(request)
         self._compare(request, now_ns)
 
     # ------------------------------------------------------------ finished requests
@@ -514,7 +532,7 @@ class Core:
 
     # ------------------------------------------------------------ replays
 
-    def _on_replay(self, client: bytes, message: Replay) -> None:
+    def _on_replay(self, client: bytes, message: Replay, now_ns: int) -> None:
         if self._replays.asked(client, message.call):
             return  # the answer comes when it is done
         try:
@@ -534,7 +552,7 @@ class Core:
         run.askers.append((client, message.call))
         for stream in run.streams:
             self._placement.enqueue(stream)
-        self._finish_replay(run)  # of nothing, if no token was delivered
+        self._finish_replay(run, now_ns)  # of nothing, if no token was delivered
 
     def _past(self, request_id: str) -> Past:
         """The ended request of this id, or the only one whose id begins so. Raises Refused."""
@@ -557,16 +575,18 @@ class Core:
         )
         raise Refused(Code.UNKNOWN_REQUEST, text)
 
-    def _replayed(self, stream: Stream) -> None:
+    def _replayed(self, stream: Stream, now_ns: int) -> None:
         """A stream of a replay has new tokens, or its end."""
         run = self._replays.of(stream)
         if run is not None and stream.end is not None:
-            self._finish_replay(run)
+            self._finish_replay(run, now_ns)
 
-    def _finish_replay(self, run: Run) -> None:
+    def _finish_replay(self, run: Run, now_ns: int) -> None:
         if not run.done:
             return
         self._end_replay(run)
+        if run.past is None:
+            self._scrubbed(run.streams[0], now_ns)
         for client, call in run.askers:
             self._delivery.reply(client, run.report(call, self._fingerprint))
 
@@ -575,6 +595,39 @@ class Core:
         for stream in run.streams:
             self._placement.release(stream, "abort")
             stream.end = stream.end or End("abort")  # nor is it placed, if it waits
+
+    # ------------------------------------------------------------ the scrubber
+
+    def _note_probe(self, request: Request) -> None:
+        if self._settings.scrub_every_s > 0:
+            self._probe = probe_of(request, self._model.vocab_size) or self._probe
+
+    def _scrub(self, now_ns: int) -> None:
+        """Compare two ranks, if it is time and there is something to compare them with."""
+        seats = self._placement.seats
+        self._scrubber.forget(seats.worker_incarnations())
+        if not self._scrubber.due(now_ns):
+            return
+        usable = seats.usable(now_ns)
+        if self._probe is None or len(usable) < 2 or self._admission.draining:
+            self._scrubber.put_off(now_ns)
+            return
+        for seat in self._scrubber.begin(self._probe, usable):
+            self._placement.enqueue(self._replays.probe(self._probe, seat))
+
+    def _scrubbed(self, stream: Stream, now_ns: int) -> None:
+        """A rank has answered."""
+        bits, seats = bits_of(stream), self._placement.seats
+        if bits is None:
+            self._scrubber.give_up(now_ns)
+            for run in self._replays:
+                if run.past is None:
+                    self._end_replay(run)
+            return
+        worker = seats.get(stream.seat).worker_incarnation
+        more = self._scrubber.on_answer(stream.seat, worker, bits, seats.usable(now_ns), now_ns)
+        if more is not None:
+            self._placement.enqueue(self._replays.probe(stream.entry, more))
 
     # ------------------------------------------------------------ journal
 
@@ -643,6 +696,7 @@ class Core:
         for request in self._kept.old(now_ns):
             self._forget(request, now_ns)
         self._history.expire(now_ns)
+        self._scrub(now_ns)
         if now_ns >= self._alive_at_ns and self._admission.sequences:
             self._alive_at_ns = now_ns + self._settings.keep_undelivered_s * 1000 * MS // 4
             self._ledger.add(Alive())

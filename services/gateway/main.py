@@ -124,6 +124,8 @@ class Gateway:
                 failpoint("gateway.final.before_write")
             self._writer.submit(number, ops)
         self._core.deliver(self._send_client, now_ns)
+        if (report := self._core.take_scrub_report()) is not None:
+            send(self._service.supervisor, encode(report))
         # A remainder below a millisecond is waited for too: zero would spin.
         return self._core.wait_ns(now_ns) // MS + 1
 
@@ -190,6 +192,7 @@ def settings_of(service: Service) -> Settings:
         history_requests=config.gateway.history_requests,
         history_bytes=config.gateway.history_bytes,
         history_ttl_s=config.gateway.history_ttl_s,
+        scrub_every_s=config.gateway.scrub_every_s,
     )
 
 

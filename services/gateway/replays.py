@@ -12,6 +12,7 @@ import msgspec
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Replayed, ReplayedSequence
+from phalanx.services.gateway.entries import Entry
 from phalanx.services.gateway.history import Past, PastSequence
 from phalanx.services.gateway.streams import End, Stream
 
@@ -24,7 +25,7 @@ class Run:
     """One replay on its way."""
 
     request_id: str  # its own
-    past: Past
+    past: Past | None  # None: nothing to compare with here, the scrubber wants its numbers
     streams: list[Stream]  # in the order of `past.sequences`
     askers: list[tuple[bytes, int]] = field(default_factory=list)  # client, call
 
@@ -33,6 +34,7 @@ class Run:
         return all(stream.end is not None for stream in self.streams)
 
     def report(self, call: int, fingerprint: str) -> Replayed:
+        assert self.past is not None
         sequences = tuple(map(_compared, self.past.sequences, self.streams))
         return Replayed(
             call,
@@ -67,7 +69,7 @@ class Replays:
         """This very command is being carried out."""
         return any((client, call) in run.askers for run in self._runs.values())
 
-    def start(self, past: Past, seat: int, priority: int = 0) -> Run:
+    def start(self, past: Past, seat: int) -> Run:
         """Its streams are for the caller to place. Raises Refused when too many run."""
         if len(self._runs) >= RUNS_MAX:
             text = f"{RUNS_MAX} replays run; try again in {RETRY_AFTER_MS} ms"
@@ -77,16 +79,26 @@ class Replays:
         streams = []
         for at, one in enumerate(past.sequences):
             stream = Stream(entry, one.final.index, number + at)
-            stream.silent, stream.priority = True, priority
+            stream.silent = True
             stream.pin = None if seat < 0 else seat
             # What ended it (a stop string, an abort) is not run again: the tokens up to there are.
             most = max(1, one.final.offset)
-            stream.sampling = msgspec.structs.replace(stream.sampling, max_tokens=most)
+            stream.sampling = msgspec.structs.replace(
+                stream.sampling, max_tokens=most, prompt_logprobs=None
+            )
             if one.final.offset == 0:
                 stream.end = End("length")
             streams.append(stream)
         run = self._runs[entry.request_id] = Run(entry.request_id, past, streams)
         return run
+
+    def probe(self, entry: Entry, seat: int) -> Stream:
+        """For the scrubber: one sequence on one seat, behind everything else that waits there."""
+        entry = msgspec.structs.replace(entry, request_id=f"{self._draw(128):032x}")
+        stream = Stream(entry, 0, self._numbers(1))
+        stream.silent, stream.pin, stream.priority = True, seat, -1
+        self._runs[entry.request_id] = Run(entry.request_id, None, [stream])
+        return stream
 
     def find(self, request_id: str, index: int) -> Stream | None:
         run = self._runs.get(request_id)

@@ -57,6 +57,13 @@ class Seats:
     def all_told(self) -> bool:
         return bool(self.by_number) and all(seat.has_told for seat in self.by_number.values())
 
+    def usable(self, now_ns: int) -> list[int]:
+        """The numbers of those that take sequences."""
+        return sorted(n for n, seat in self.by_number.items() if seat.takes(now_ns))
+
+    def worker_incarnations(self) -> dict[int, int]:
+        return {n: seat.worker_incarnation for n, seat in self.by_number.items()}
+
     def pool_tokens(self) -> int | None:
         """Tokens that every rank's KV pool can hold, so that any rank can take over from any other."""
         pools = [seat.total_blocks for seat in self.by_number.values() if seat.total_blocks > 0]

@@ -55,6 +55,7 @@ def inject(
                  messages that the process sends or gets: lost, doubled, a bit flipped
       delay      they arrive --ms later, and so in another order
       diskfull   writes of the journal (gateway) or of the KV store fail
+      ulp        a worker computes a little wrong: tokens change, on purpose
       failpoint  TARGET is a name from `list failpoints`: --action there, once (--count 0: always)
       clear      end all of these but signals
     """

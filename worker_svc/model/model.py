@@ -9,6 +9,7 @@ from torch import Tensor
 from phalanx.kernels.reference.hyper import collapse, mean_copies
 from phalanx.kernels.reference.rope import GrowingRope, frequencies, stretch
 from phalanx.kernels.reference.rows import pad_rows, rms_norm
+from phalanx.protocol import faults
 from phalanx.worker_svc.model.attention import attention, store_entries
 from phalanx.worker_svc.model.batch import StepBatch, step_rows
 from phalanx.worker_svc.model.caches import CachePools
@@ -19,6 +20,7 @@ from phalanx.worker_svc.model.engram import Engram
 from phalanx.worker_svc.model.head import OutputHead
 from phalanx.worker_svc.model.layers import layer_weights
 from phalanx.worker_svc.model.moe import Experts, visit
+from phalanx.worker_svc.model.noise import nudge
 from phalanx.worker_svc.model.step import Observer, Ropes, Step
 from phalanx.worker_svc.model.sublayers import attention_input, run_layer
 from phalanx.worker_svc.model.truncation import OFF, Tail, Truncation
@@ -151,7 +153,10 @@ class Model:
         change only in `PendingStep.commit`.
         """
         step = decoder = self.begin(batch, observer)
-        stream = Stream(*self.embed(step.rows.token_ids), [])
+        h, pre = self.embed(step.rows.token_ids)
+        if faults.active is not None and faults.active.ulp():
+            h = nudge(h)
+        stream = Stream(h, pre, [])
         start, depth = self.config.decoder_start, self.config.num_hidden_layers
         self._run(step, stream, range(start if step.tail else depth))
         logit_rows = batch.logit_rows
