@@ -16,6 +16,7 @@ _COMMANDS = {
     "status": "node",
     "epochs": "node",
     "generate": "generate",
+    "chat": "chat",
     "run": "run",
     "demo": "demo",
     "queues": "look",
