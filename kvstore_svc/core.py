@@ -8,7 +8,7 @@ writes may not take. The clock is the wall clock, because lifetimes outlast a bo
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
@@ -42,7 +42,7 @@ from phalanx.kvstore_svc.layout import Kind
 from phalanx.kvstore_svc.recovery import Found
 from phalanx.kvstore_svc.segments import Entry, EntryState, Segment, SegmentState
 from phalanx.kvstore_svc.writer import Writer
-from phalanx.protocol.kvkeys import KEY_BYTES
+from phalanx.protocol.kvkeys import KEY_BYTES, state_key
 
 
 class _Fill:
@@ -130,18 +130,24 @@ class Core:
     def idle(self) -> bool:
         return self.writer.idle and not self._filling
 
-    def prefix(self, keys: Iterable[bytes], now_ns: int) -> int:
-        """How many of these keys, from the first on, are stored without a gap. Counts as a use of
-        their segments: whoever asks is about to get them."""
-        number = 0
-        for key in keys:
-            entry = self.index.get(key)
-            if entry is None or entry.expires_ns <= now_ns:
-                break
-            if entry.segment is not None:
-                entry.segment.used_ns = now_ns
-            number += 1
-        return number
+    def prefix(self, keys: Sequence[bytes], now_ns: int) -> tuple[int, int]:
+        """How many of these block keys, from the first on, are stored without a gap, and the most of
+        them that end where a state is stored (0: none). Counts as a use of their segments: whoever asks is
+        about to get them."""
+        stored = 0
+        while stored < len(keys) and self._use(keys[stored], now_ns):
+            stored += 1
+        ends = range(stored, 0, -1)
+        return stored, next((n for n in ends if self._use(state_key(keys[n - 1]), now_ns)), 0)
+
+    def _use(self, key: bytes, now_ns: int) -> bool:
+        """Whether it is stored; then its segment is in use."""
+        entry = self.index.get(key)
+        if entry is None or entry.expires_ns <= now_ns:
+            return False
+        if entry.segment is not None:
+            entry.segment.used_ns = now_ns
+        return True
 
     def stats(self, now_ns: int) -> Stats:
         writer = self.writer

@@ -139,8 +139,8 @@ class Store:
                 # Puts of this very batch count: they are in order before the question.
                 self._turn(batch)
                 batch.clear()
-                number = engine.core.prefix(message.keys, engine.now_ns())
-                self._send(peer, ContainsReply(message.call, number))
+                found = engine.core.prefix(message.keys, engine.now_ns())
+                self._send(peer, ContainsReply(message.call, *found))
             case KVStats():
                 self._send(peer, self._stats(engine, message.call))
             case _:

@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.protocol.errors import ConfigError
-from phalanx.protocol.limits import MAX_SEATS, OPEN_REQUESTS_MAX
+from phalanx.protocol.limits import BLOCK_SIZE, MAX_SEATS, OPEN_REQUESTS_MAX
 
 CONFIG_FILE = "config.json"
 
@@ -22,6 +22,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Prompts get as many rows of a step as keep it within this time; 0: max_num_batched_tokens.
     target_itl_ms: float = 0.0
     priority_step_ms: int = 5_000  # a level of priority is worth so much of waiting
+    # Tokens between two window states that are kept in the KV store; 0: only those at ends of prompts.
+    checkpoint_tokens: int = 512
     # `prompt`: every sequence ends with `length` after the one output that its prefill gives.
     # `completion`: only sequences that have outputs already are taken, the rest is refused.
     role: Literal["normal", "prompt", "completion"] = "normal"
@@ -140,6 +142,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 s.priority_step_ms,
                 0 <= s.priority_step_ms <= 3_600_000,
                 "0 to 3600000",
+            ),
+            (
+                "scheduler.checkpoint_tokens",
+                s.checkpoint_tokens,
+                s.checkpoint_tokens == 0 or s.checkpoint_tokens >= BLOCK_SIZE,
+                f"0 or >= {BLOCK_SIZE}",
             ),
             ("scheduler.max_waiting", s.max_waiting, 1 <= s.max_waiting <= 65536, "1 to 65536"),
             (

@@ -537,7 +537,7 @@ class GetDone(Message, frozen=True):
 
 
 class Contains(Message, frozen=True):
-    """How many of these keys, from the first on, are stored without a gap. Answer: ContainsReply."""
+    """How much of this chain of block keys is stored. Answer: ContainsReply."""
 
     call: int
     keys: tuple[bytes, ...]
@@ -545,7 +545,8 @@ class Contains(Message, frozen=True):
 
 class ContainsReply(Message, frozen=True):
     call: int
-    prefix: int
+    prefix: int  # so many of the keys, from the first on, are stored without a gap
+    state: int = 0  # the most of these blocks that end where a window state is stored; 0: none do
 
 
 class KVStats(Message, frozen=True):

@@ -41,6 +41,7 @@ class Phase(IntEnum):
     PREEMPTED = 2  # waits, with outputs produced here
     PREFILL = 3
     DECODE = 4
+    LOADING = 5  # its blocks are on their way from the KV store
 
 
 HEADER = np.dtype(

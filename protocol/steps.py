@@ -42,6 +42,16 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes  # int32: every token known now, prompt and resumed outputs
 
 
+class Restore(msgspec.Struct, frozen=True, array_like=True):
+    """What a new sequence of the plan finds in its blocks and its slot: copied from the staging arena
+    before the step's first row. All places are bytes from the start of its payload."""
+
+    slot: int
+    state: int  # where the slot's bytes lie
+    blocks: bytes  # int32 [n]: the sequence's first blocks
+    places: bytes  # int64 [n]: where each block's bytes lie
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """One step of one rank. Sequence i owns rows cu[i] .. cu[i+1] of the step.
 
@@ -66,6 +76,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     # (slot, new slot, block, new block): copy slot and block (0: none) before the step's first row. The
     # new ones belong to a sequence of `new`, which goes on from what the other had computed by then.
     forks: tuple[tuple[int, int, int, int], ...] = ()
+    restores: tuple[Restore, ...] = ()  # done before the forks
+    staging: str = ""  # the scheduler's arena that they are copied from
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -35,10 +35,10 @@ def admit(
     if worker is None:
         raise Refused(Code.NOT_READY, "this rank has no worker in the group now", RETRY_AFTER_MS)
     resumed = bool(submit.outputs) or submit.attempt > 0
-    if rank.table.free == 0 or (not resumed and len(rank.waiting) >= config.max_waiting):
+    if rank.table.free == 0 or (not resumed and rank.num_waiting >= config.max_waiting):
         raise Refused(
             Code.OVERLOADED,
-            f"{len(rank.waiting)} sequences wait at this rank, the limit is {config.max_waiting}",
+            f"{rank.num_waiting} sequences wait at this rank, the limit is {config.max_waiting}",
             RETRY_AFTER_MS,
         )
     _check_ids(submit, worker.vocab_size)

@@ -191,6 +191,7 @@ def _item(
         offset,
         tuple(fresh.tokens[span].tolist()),
         reason,
+        cached_tokens=sequence.cached,
         logprobs=kept,
         handle=sequence.handle,
     )

@@ -11,16 +11,20 @@ that step's result.
 
 from collections import deque
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import (
     AbortSequence,
     BusToGateway,
+    ContainsReply,
     Done,
     FinalSeen,
     FinishReason,
+    GetDone,
     KVRequest,
     ListSequences,
     PutDone,
@@ -55,7 +59,8 @@ from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight, make_plan, retract
 from phalanx.scheduler_svc.prefill import take_chunks
 from phalanx.scheduler_svc.rank import Rank
-from phalanx.scheduler_svc.state import Key, Sequence, Table
+from phalanx.scheduler_svc.restore import Restorer
+from phalanx.scheduler_svc.state import Key, Load, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
 HEADER_FIELDS = (
@@ -71,6 +76,23 @@ _NO_ROWS = TokenRows()
 PROMPT_ROWS_MIN = 16
 RESENT_RECORDS = 8192  # of prompt log-probabilities in one message
 FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
+
+
+class _Stored:
+    """What the KV store means to a prefill, at a moment."""
+
+    def __init__(self, store: Offload | None, restorer: Restorer | None, now_ns: int) -> None:
+        self._store, self._restorer, self._now_ns = store, restorer, now_ns
+
+    def cut_at(self, sequence: Sequence, start: int) -> int:
+        return self._store.cut_at(sequence, start, self._now_ns) if self._store is not None else 0
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        return self._restorer is not None and self._restorer.must_wait(sequence)
+
+    def load(self, sequence: Sequence) -> None:
+        assert self._restorer is not None
+        self._restorer.load(sequence, self._now_ns)
 
 
 class Scheduler:
@@ -93,8 +115,9 @@ class Scheduler:
         self.flights: deque[Flight] = deque()
         self.store: Offload | None = None
         self.stale_results = 0  # of plans that are not under way, dropped
+        self.restorer: Restorer | None = None
         self._store_enabled = store_enabled
-        self._store_call = 1
+        self._store_calls = count(1)
         self._membership = Membership(0, False)
         self._fences: list[tuple[int, Sequence]] = []  # (plan, ended sequence that it still writes)
         self._finals = Finals()
@@ -126,6 +149,8 @@ class Scheduler:
             StoreArenas: self._store_arenas,
             StoreLost: self._store_lost,
             PutDone: self._put_done,
+            ContainsReply: self._looked_up,
+            GetDone: self._get_done,
         }
 
     # ------------------------------------------------------------ events and time
@@ -148,6 +173,8 @@ class Scheduler:
         self.table.begin()
         if self.store is not None:
             self.store.expire(now_ns)
+        if self.restorer is not None:
+            self._go_on(*self.restorer.expire(now_ns))
         if self.accepting and not self._draining and len(self.flights) < self._flights_max:
             plan = self._plan(now_ns)
             if plan is not None:
@@ -164,7 +191,8 @@ class Scheduler:
 
     def store_step(self, now_ns: int) -> list[KVRequest]:
         """Background work for the KV store, to be called while a step is under way or none is due."""
-        return list(self.store.work(now_ns)) if self.store is not None else []
+        asked = list[KVRequest](self.restorer.work()) if self.restorer is not None else []
+        return asked + list(self.store.work(now_ns)) if self.store is not None else asked
 
     @property
     def accepting(self) -> bool:
@@ -178,15 +206,19 @@ class Scheduler:
     @property
     def live(self) -> int:
         """Sequences that have not ended."""
-        return len(self.rank.waiting) + self.rank.num_running
+        return self.rank.num_waiting + self.rank.num_running
 
     def wait_ms(self, now_ns: int) -> float:
         """How long nothing is due, unless an event comes."""
         if self.store is not None and self.store.busy:
             return 0.0
+        if self.restorer is not None and self.restorer.busy:
+            return 0.0
         due_ns = self._load.due_ns
         if (final_ns := self._finals.next_due_ns) is not None:
             due_ns = min(due_ns, final_ns)
+        if self.restorer is not None and (load_ns := self.restorer.due_ns) is not None:
+            due_ns = min(due_ns, load_ns)
         return max(0.0, (due_ns - now_ns) / 1e6)
 
     # ------------------------------------------------------------ the gateway
@@ -216,6 +248,7 @@ class Scheduler:
         self.table.insert(sequence, self.worker.eos_token_id)
         self._say(Submitted(submit.call, self.seat, self.incarnation))
         self.rank.enqueue(sequence)
+        self._look_up(sequence, now_ns)
         ended = finished_already(sequence, self.worker.eos_token_id)
         if ended is not None:
             self._finish(sequence, ended, now_ns)
@@ -291,9 +324,7 @@ class Scheduler:
         self.flights.clear()
         self._fences.clear()
         self._draining, self._seen = False, self._plan_seq
-        if self.store is not None:
-            self._store_call = self.store.next_call
-            self.store = None
+        self.store = self.restorer = None
 
     def _on_membership(self, membership: Membership, now_ns: int) -> None:
         self._membership = membership
@@ -310,21 +341,23 @@ class Scheduler:
         )
         if decoders is None:
             return None
-        store = self.store
+        stored = _Stored(self.store, self.restorer, now_ns)
         prefill = take_chunks(
             self.rank,
             self._prompt_rows(decoders),
             max_num_seqs=self.config.max_num_seqs,
             watermark=self.config.prefill_watermark,
-            cut_at=(lambda s: store.cut_at(s, now_ns)) if store is not None else (lambda s: 0),
+            stored=stored if self.store is not None else None,
         )
         if not len(decoders.rows) and not prefill.chunks:
             return None
-        if store is not None:
+        if self.store is not None:
             for chunk in prefill.chunks:
-                store.claim(chunk, now_ns)
+                self.store.claim(chunk, now_ns)
         self._plan_seq += 1
-        plan, flight = make_plan(self._plan_seq, self._seen, self.rank, decoders, prefill)
+        plan, flight = make_plan(
+            self._plan_seq, self._seen, self.rank, decoders, prefill, self.restorer
+        )
         self.flights.append(flight)
         return plan
 
@@ -346,6 +379,7 @@ class Scheduler:
         """No block is left for its next token."""
         if self.config.preempt == "recompute":
             self.rank.preempt(victim)
+            self._look_up(victim, now_ns)
             return
         text = (
             f"the KV pool of {self.rank.pool.total} blocks is full; this was the longest output, and"
@@ -367,6 +401,7 @@ class Scheduler:
             self._commit(commit(self.rank, flight, result), now_ns)
         self._draining = bool(self.flights) and (self._draining or result.aborted)
         self._keep_states(flight, result.aborted)
+        self._end_loads(flight, result.aborted)
         self._open_fences(flight.seq)
 
     def _commit(self, done: Commit, now_ns: int) -> None:
@@ -419,6 +454,11 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
         self.rank.leave(sequence)
+        if self.restorer is not None:
+            self.restorer.leave(sequence)
+            load = sequence.load
+            if load is not None and not any(load in flight.loads for flight in self.flights):
+                self.restorer.release(load)
         t, row = self.rank.t, sequence.row
         if t.in_flight[row]:
             t.state[row] = State.ENDING
@@ -449,15 +489,63 @@ class Scheduler:
     def _store_arenas(self, arenas: StoreArenas, now_ns: int) -> None:
         if self.worker is not None and self._store_enabled:
             generations = arenas.blocks, arenas.snapshots
-            self.store = Offload(self.worker, self.rank.pool, generations, self._store_call)
+            self.store = Offload(
+                self.worker,
+                self.rank.pool,
+                generations,
+                self._store_calls,
+                self.config.checkpoint_tokens // BLOCK_SIZE * BLOCK_SIZE,
+            )
+            if arenas.staging is not None:
+                self.restorer = Restorer(self.worker, arenas.staging, self._store_calls)
 
     def _store_lost(self, lost: StoreLost, now_ns: int) -> None:
         if self.store is not None:
             self.store.lost()
+        if self.restorer is not None:
+            self._go_on(*self.restorer.lost())
 
     def _put_done(self, answer: PutDone, now_ns: int) -> None:
         if self.store is not None:
             self.store.done(answer)
+
+    def _look_up(self, sequence: Sequence, now_ns: int) -> None:
+        """A waiting sequence waits aside until it is known what the store has of it."""
+        if self.restorer is None or not self.restorer.wants(sequence, now_ns):
+            return
+        if self.rank.leader_of(sequence) is None:  # else it is forked from what that one has
+            self.rank.set_aside(sequence)
+            self.restorer.ask(sequence, now_ns)
+
+    def _looked_up(self, reply: ContainsReply, now_ns: int) -> None:
+        if self.restorer is None or (sequence := self.restorer.answered(reply)) is None:
+            return
+        sequence.common = reply.prefix if reply.prefix > reply.state else 0
+        if self.store is not None:
+            self.store.note_stored(sequence.keys[: reply.prefix])
+        self.rank.take_back(sequence)
+
+    def _get_done(self, answer: GetDone, now_ns: int) -> None:
+        if self.restorer is not None and (load := self.restorer.done(answer)) is not None:
+            self._go_on([], [load])
+
+    def _go_on(self, sequences: list[Sequence], loads: list[Load]) -> None:
+        """These need not wait for the store any more: it has answered, or is late, or is dead."""
+        for sequence in sequences:
+            self.rank.take_back(sequence)
+        for load in loads:
+            sequence, found = load.sequence, load.num_tokens if load.wanted else 0
+            self.rank.loaded(sequence, found)
+            if sequence.num_outputs == 0:
+                sequence.cached = found
+
+    def _end_loads(self, flight: Flight, aborted: bool) -> None:
+        """The worker has read the regions; after an abandoned step it reads them again."""
+        if self.restorer is None:
+            return
+        for load in flight.loads:
+            if load.wanted and (not aborted or load.sequence.finish is not None):
+                self.restorer.release(load)
 
     # ------------------------------------------------------------ what others see
 
@@ -468,7 +556,7 @@ class Scheduler:
             self.seat,
             self.incarnation,
             self.accepting,
-            len(rank.waiting),
+            rank.num_waiting,
             rank.num_running,
             rank.pool.free + unused,
             rank.pool.total,

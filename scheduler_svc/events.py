@@ -23,11 +23,23 @@ class GatewayChanged(msgspec.Struct, frozen=True):
     """Another gateway took over: it knows nothing of this seat."""
 
 
+class Staging(msgspec.Struct, frozen=True):
+    """An arena for what comes from the KV store: `num_blocks` regions of a block's bytes each, then
+    `num_states` of a slot's, all at `generation` now. It is of this scheduler alone, and of no other worker
+    before. Whoever sends a Get first sets its region's generation to that of the handle."""
+
+    arena: str
+    generation: int
+    num_blocks: int
+    num_states: int
+
+
 class StoreArenas(msgspec.Struct, frozen=True):
     """Generations of region 0 of the worker's block arena and snapshot arena; follows its hello."""
 
     blocks: int
     snapshots: int
+    staging: Staging | None = None  # None: what is stored is not read back
 
 
 class StoreLost(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ messages are served all the same.
 import time
 from typing import TypeVar
 
-from phalanx.protocol.arena import Arena
+from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import ArenaError, DecodeError
 from phalanx.protocol.failpoints import failpoint
@@ -16,10 +16,16 @@ from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send, watch_disconnects
 from phalanx.protocol.messages import (
     BusFromGateway,
+    Contains,
+    ContainsReply,
     FromSupervisor,
+    Get,
+    GetDone,
     Hello,
     KVReply,
+    KVRequest,
     Ping,
+    Put,
     PutDone,
     Submit,
     Tokens,
@@ -34,6 +40,7 @@ from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.events import (
     GatewayChanged,
     Membership,
+    Staging,
     StoreArenas,
     StoreLost,
     WorkerLost,
@@ -44,6 +51,8 @@ SLICE_MS = 2.0  # longest sleep on the bell before the sockets get a look
 HELLO_WAIT_MS = 10.0  # a worker's hello rings the bell, which the poller does not hear
 PING_MS = 1_000
 MESSAGES_PER_TURN = 256
+STAGED_BLOCKS, STAGED_STATES = 512, 16  # at most, in the staging arena; each has a generation word
+STAGED_BYTES = 64 << 20  # for blocks, and again for states
 T = TypeVar("T")
 
 
@@ -57,12 +66,14 @@ class Shell:
         name = queue_arena_name(config.node, service.seat, service.incarnation)
         self.arena = Arena.create(name, queue_bytes(rows), service.name)
         columns = QueueTable.create(self.arena.data[:], rows, service.seat, service.incarnation)
+        # Truncated prompts have states that are good for prompts of one length alone.
+        self._stores = config.kvstore.enabled and config.worker.yoco_truncation == "off"
         self.core = Scheduler(
             config.scheduler,
             service.seat,
             service.incarnation,
             columns,
-            store_enabled=config.kvstore.enabled,
+            store_enabled=self._stores,
         )
         row = service.board.seats[service.seat]
         self.seat = SeatLink(row, config.node, service.seat, service.incarnation)
@@ -78,6 +89,8 @@ class Shell:
         self._hello_due_ns = 0
         self._sent_ns: dict[int, int] = {}  # when each plan under way was sent
         self._running_ns: list[int] = []  # since when the steps that are done now were running
+        self._staging: Arena | None = None  # for what the KV store reads back; one for each worker
+        self._stagings = 0
         self._done_ns = 0  # when the tokens of the last step were sent
 
     def run(self) -> None:
@@ -92,6 +105,7 @@ class Shell:
             on_supervisor=self.on_supervisor,
         )
         self.seat.close()
+        self._close_staging()
         self.arena.close()
 
     # ------------------------------------------------------------ sockets
@@ -209,11 +223,36 @@ class Shell:
                 Arena.attach(hello.block_arena) as blocks,
                 Arena.attach(hello.snapshot_arena) as snapshots,
             ):
-                arenas = StoreArenas(blocks.generation(0), snapshots.generation(0))
+                generations = blocks.generation(0), snapshots.generation(0)
         except ArenaError as error:  # then this worker's prompts are not stored
             self.log.warning("no KV store writes for this worker", error=str(error))
             return
-        self.core.handle(arenas, now_ns)
+        self.core.handle(StoreArenas(*generations, self._new_staging(hello)), now_ns)
+
+    def _new_staging(self, hello: WorkerHello) -> Staging | None:
+        """A new arena for each worker, with a name of its own: whatever the store may still write is of the
+        old one."""
+        self._close_staging()
+        if not self._stores or not hello.num_snapshots:
+            return None
+        service = self.service
+        blocks = min(STAGED_BLOCKS, STAGED_BYTES // hello.block_bytes, hello.num_blocks - 1)
+        states = min(STAGED_STATES, max(1, STAGED_BYTES // hello.slot_bytes))
+        self._stagings += 1
+        number = f"{service.incarnation}.{self._stagings}"
+        name = arena_name(service.config.node, f"stage{service.seat}", number)
+        try:
+            nbytes = blocks * hello.block_bytes + states * hello.slot_bytes
+            self._staging = Arena.create(name, nbytes, service.name)
+        except ArenaError as error:
+            self.log.warning("nothing is read back from the KV store", error=str(error))
+            return None
+        return Staging(name, self._staging.generation(0), blocks, states)
+
+    def _close_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
 
     def _act(self, now_ns: int) -> None:
         actions = self.core.step(now_ns)
@@ -231,9 +270,18 @@ class Shell:
                 failpoint("scheduler.tokens.after_send")
         if self._running_ns:
             self._note_steps()
-        for put in self.core.store_step(now_ns):
-            if not send(self.store, encode(put)):
-                self.core.handle(PutDone(put.call, False, False, "the queue is full"), now_ns)
+        unsent = [r for r in self.core.store_step(now_ns) if not self._ask_store(r)]
+        for request in unsent:
+            self.core.handle(_not_sent(request), now_ns)
+        if unsent:  # sequences that waited for these answers go on
+            self._act(now_ns)
+
+    def _ask_store(self, request: KVRequest) -> bool:
+        if isinstance(request, Get) and self._staging is not None:
+            handle = request.handle
+            while self._staging.generation(handle.region) != handle.generation:
+                self._staging.bump(handle.region)
+        return send(self.store, encode(request))
 
     def _note_steps(self) -> None:
         """How long the steps took whose tokens have just left."""
@@ -255,6 +303,20 @@ class Shell:
             self.log.info("worker is gone", was=self.core.worker.worker_incarnation)
             self.core.handle(WorkerLost(), now_ns)
         self.core.handle(Membership(topology.epoch, seat.state == "member"), now_ns)
+
+
+def _not_sent(request: KVRequest) -> KVReply:
+    """What the store would say, if it were there."""
+    reason = "the store is away, or its queue is full"
+    match request:
+        case Put():
+            return PutDone(request.call, stored=False, durable=False, reason=reason)
+        case Get():
+            return GetDone(request.call, found=False, reason=reason)
+        case Contains():
+            return ContainsReply(request.call, 0)
+        case _:
+            raise AssertionError(f"a scheduler does not ask for {request}")
 
 
 def serve(service: Service) -> None:

@@ -1,4 +1,7 @@
-"""Write-behind of finished prompts into the KV store: blocks, and the window state that goes with them.
+"""Write-behind of prompts into the KV store: blocks, and the window state that goes with them.
+
+States are large and their number is bounded, so they are kept at few places: where a prompt's last full block
+ends, where the prefix ends that it shares with a stored one, and every so many tokens.
 
 Pure, bounded in everything, and never in the way: what does not fit within the bounds is simply not
 stored. A block under copy has the store as an extra holder until the answer or a deadline. The deadline
@@ -6,6 +9,7 @@ travels with the message: a store that comes later declines, so it never copies 
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.protocol.arena import Handle
@@ -30,7 +34,8 @@ STORED_MAX = 65_536  # keys remembered, so that a common prefix is put once
 class _Job:
     """One prompt whose blocks are held but not yet put."""
 
-    prompt: bytes  # int32 ids up to the end of the last full block
+    tokens: bytes  # int32 ids up to the end of the last block
+    keys: list[bytes]  # of the blocks; empty: still to be computed
     blocks: list[int]
     region: int  # of the snapshot arena, -1: none
 
@@ -47,9 +52,16 @@ class Offload:
     """One per worker incarnation; `pool` is that worker's."""
 
     def __init__(
-        self, hello: WorkerHello, pool: BlockPool, generations: tuple[int, int], first_call: int
+        self,
+        hello: WorkerHello,
+        pool: BlockPool,
+        generations: tuple[int, int],
+        calls: Iterator[int],
+        mark_every: int = 0,
     ) -> None:
-        self._hello, self._pool = hello, pool
+        """`mark_every`: tokens between two states within a long prompt, a multiple of a block; 0: none."""
+        self._hello, self._pool, self._calls = hello, pool, calls
+        self._mark_every = mark_every
         self._block_generation, self._state_generation = generations
         self._regions = list(range(hello.num_snapshots - 1, -1, -1))
         self._jobs: deque[_Job] = deque()
@@ -57,22 +69,30 @@ class Offload:
         self._held = 0  # blocks in jobs and pins
         self._stored: OrderedDict[bytes, None] = OrderedDict()
         self._quiet_until_ns = 0
-        self.next_call = first_call
 
     @property
     def busy(self) -> bool:
         return bool(self._jobs)
 
-    def cut_at(self, sequence: Sequence, now_ns: int) -> int:
-        """Where a chunk of a fresh prompt must end so that its window state can be kept; 0: nowhere."""
-        if sequence.num_outputs or now_ns < self._quiet_until_ns or not self._regions:
+    def cut_at(self, sequence: Sequence, start: int, now_ns: int) -> int:
+        """Where a chunk that begins at `start` must end so that its window state can be kept; 0: nowhere."""
+        if now_ns < self._quiet_until_ns or not self._regions:
             return 0
-        return sequence.num_prompt // BLOCK_SIZE * BLOCK_SIZE
+        if sequence.marks is None:
+            sequence.marks = self._marks(sequence, start)
+        return next((mark for mark in sequence.marks if mark > start), 0)
+
+    def _marks(self, sequence: Sequence, start: int) -> tuple[int, ...]:
+        """Ends of full blocks whose state is to be kept, in order."""
+        total = sequence.num_tokens
+        ends = {sequence.num_prompt // BLOCK_SIZE, total // BLOCK_SIZE, sequence.common}
+        if self._mark_every:
+            ends.update(range(0, total // BLOCK_SIZE, self._mark_every // BLOCK_SIZE))
+        return tuple(sorted(end * BLOCK_SIZE for end in ends if end * BLOCK_SIZE > start))
 
     def claim(self, chunk: Chunk, now_ns: int) -> None:
-        """Give the chunk that ends at the boundary a region for the state, if there is one."""
-        boundary = self.cut_at(chunk.sequence, now_ns)
-        if boundary and chunk.end == boundary:
+        """Give a chunk that ends where a state is kept a region for it, if there is one."""
+        if chunk.end == self.cut_at(chunk.sequence, chunk.start, now_ns):
             chunk.region = self._regions.pop()
 
     def unclaim(self, chunk: Chunk) -> None:
@@ -90,7 +110,15 @@ class Offload:
             return
         self._pool.retain(blocks)
         self._held += len(blocks)
-        self._jobs.append(_Job(chunk.sequence.prompt[: 4 * chunk.end], blocks, chunk.region))
+        keys = chunk.sequence.keys[: len(blocks)]
+        self._jobs.append(
+            _Job(
+                chunk.sequence.tokens()[: 4 * chunk.end],
+                keys if len(keys) == len(blocks) else [],
+                blocks,
+                chunk.region,
+            )
+        )
 
     def work(self, now_ns: int) -> list[Put]:
         """Compute some keys and give the puts to send: called while the worker is busy."""
@@ -103,16 +131,15 @@ class Offload:
         return puts
 
     def _puts(self, job: _Job, deadline_ns: int) -> list[Put]:
-        tokens = memoryview(job.prompt).cast("i")
         fingerprint = self._hello.fingerprint.encode()
+        keys = job.keys or block_keys(fingerprint, b"", memoryview(job.tokens).cast("i"))
         puts: list[Put] = []
-        key = b""
-        for key, block in zip(block_keys(fingerprint, b"", tokens), job.blocks, strict=True):
+        for key, block in zip(keys, job.blocks, strict=True):
             if key in self._stored:
                 self._let_go(block)
             else:
                 puts.append(self._put(_Pin(block, -1, key, deadline_ns)))
-        state = _Pin(-1, job.region, state_key(key), deadline_ns)
+        state = _Pin(-1, job.region, state_key(keys[-1]), deadline_ns)
         if state.key in self._stored:
             self._regions.append(job.region)
         else:
@@ -120,8 +147,7 @@ class Offload:
         return puts
 
     def _put(self, pin: _Pin) -> Put:
-        call = self.next_call
-        self.next_call += 1
+        call = next(self._calls)
         self._pins[call] = pin
         hello = self._hello
         if pin.block >= 0:
@@ -138,7 +164,12 @@ class Offload:
             return  # its deadline passed, or it is of an earlier worker
         self._unpin(pin)
         if answer.stored:
-            self._stored[pin.key] = None
+            self.note_stored([pin.key])
+
+    def note_stored(self, keys: list[bytes]) -> None:
+        """These need not be put again."""
+        for key in keys:
+            self._stored[key] = None
             if len(self._stored) > STORED_MAX:
                 self._stored.popitem(last=False)
 

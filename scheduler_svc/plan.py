@@ -13,7 +13,8 @@ from phalanx.scheduler_svc.decode import Decoders
 from phalanx.scheduler_svc.outputs import Int32
 from phalanx.scheduler_svc.prefill import Prefill
 from phalanx.scheduler_svc.rank import Chunk, Rank
-from phalanx.scheduler_svc.state import Sequence
+from phalanx.scheduler_svc.restore import Restorer
+from phalanx.scheduler_svc.state import Load, Sequence
 
 
 @dataclass(slots=True)
@@ -28,10 +29,16 @@ class Flight:
     new: list[Sequence]  # sequences that the worker meets with it
     num_rows: int
     context: int  # sum over its rows of the tokens that each may read
+    loads: list[Load]  # whose regions its worker reads
 
 
 def make_plan(
-    seq: int, seen: int, rank: Rank, decoders: Decoders, prefill: Prefill
+    seq: int,
+    seen: int,
+    rank: Rank,
+    decoders: Decoders,
+    prefill: Prefill,
+    restorer: Restorer | None = None,
 ) -> tuple[StepPlan, Flight]:
     """Decoders first (all sampled), then the chunks."""
     chunks = prefill.chunks
@@ -49,6 +56,8 @@ def make_plan(
     added = [len(c.sequence.blocks) - known for c, known in zip(chunks, told, strict=True)]
     new = [chunk.sequence for chunk in chunks if not chunk.sequence.known]
     none = bytes(len(chunks))
+    loads = [sequence.load for sequence in new if sequence.load is not None]
+    assert restorer is not None or not loads
     plan = StepPlan(
         seq=seq,
         seen=seen,
@@ -67,10 +76,12 @@ def make_plan(
             (f.leader_slot, f.follower_slot, f.leader_block, f.follower_block)
             for f in prefill.forks
         ),
+        restores=tuple(map(restorer.restores, loads)) if restorer and loads else (),
+        staging=restorer.arena if restorer and loads else "",
     )
     num_rows = decoders.num_rows + sum(chunk.count for chunk in chunks)
     context = decoders.context(rank) + sum(chunk.context for chunk in chunks)
-    flight = Flight(seq, decoders, more, chunks, added, new, num_rows, context)
+    flight = Flight(seq, decoders, more, chunks, added, new, num_rows, context, loads)
     _expect(rank, flight)
     return plan, flight
 

@@ -9,8 +9,10 @@ beside the queue and are forked from it one token before its end (`Rank.fork`). 
 prompt token itself, as a row of its own, so its first token is sampled as if it had been alone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol
 
 from phalanx.protocol.limits import RING_BYTES
 from phalanx.protocol.prompt_logprobs import STEP_BYTES_MAX
@@ -24,6 +26,22 @@ OVERTAKES = 4  # a prompt with so many times less left may go first
 OVERTAKEN_MAX = 32  # times that a waiting sequence lets others go first
 LOOKAHEAD = 8  # waiting sequences looked at
 OLDEST_SHARE = 4  # the oldest begun prompt gets at least this part of the rows
+
+
+class Stored(Protocol):
+    """The KV store, as far as it matters here."""
+
+    def cut_at(self, sequence: Sequence, start: int) -> int:
+        """Where a chunk from `start` on must end, because its state is copied there; 0: anywhere."""
+        ...
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Whether what is stored of the sequence can be loaded soon, but not now."""
+        ...
+
+    def load(self, sequence: Sequence) -> None:
+        """Begin to. The sequence has its blocks and slot."""
+        ...
 
 
 @dataclass(slots=True)
@@ -40,18 +58,16 @@ def take_chunks(
     *,
     max_num_seqs: int,
     watermark: float,
-    cut_at: Callable[[Sequence], int],
+    stored: Stored | None = None,
 ) -> Prefill:
     """Chunks of together at most `budget` tokens; starts waiting sequences as far as room allows.
+    Those with a stored prefix begin to load it, and come back with their rows once it is there.
 
     A sequence takes its slot and all blocks of its tokens at its first chunk, so a prompt once begun
     always gets done. One starts only while at most `watermark` of the pool is used: running sequences
     need room to grow.
-
-    Args:
-        cut_at: A position where a chunk of the sequence must end (its state is copied there), or 0.
     """
-    return _Taking(rank, budget, max_num_seqs, watermark, cut_at).run()
+    return _Taking(rank, budget, max_num_seqs, watermark, stored).run()
 
 
 class _Taking:
@@ -63,9 +79,9 @@ class _Taking:
         budget: int,
         max_num_seqs: int,
         watermark: float,
-        cut_at: Callable[[Sequence], int],
+        stored: Stored | None,
     ) -> None:
-        self._rank, self._left, self._cut_at = rank, budget, cut_at
+        self._rank, self._left, self._stored = rank, budget, stored
         self._max_num_seqs, self._watermark = max_num_seqs, watermark
         self._room = PLAN_NEW_BYTES_MAX
         self._score_room = STEP_BYTES_MAX
@@ -83,17 +99,38 @@ class _Taking:
             if rank.lost_fork(sequence):
                 rank.restart(sequence)
         self._open = list(rank.prefilling)
-        self._begun = {sequence.request_id for sequence in self._open}
+        self._begun = {s.request_id for s in chain(rank.prefilling, rank.loading, rank.aside)}
+        self._load()
         if self._open and len(self._open) + len(rank.waiting) > 1:
             self._give(self._open[0], -(-self._left // OLDEST_SHARE))
         while self._left and (chosen := self._next()) is not None:
-            if chosen.slot < 0:
-                rank.start(chosen)
-                self._open.append(chosen)
-                self._begun.add(chosen.request_id)
-            self._give(chosen, self._left)
+            if chosen.slot >= 0 or self._start(chosen):
+                self._give(chosen, self._left)
         chunks = [self._chunk(sequence, count) for sequence, count in self._counts.items() if count]
         return Prefill(chunks, self._forks)
+
+    def _load(self) -> None:
+        """Begin to load what is stored: that costs no rows, so it need not wait for them."""
+        passed: list[Sequence] = []
+        for sequence in self._startable():
+            if not sequence.stored:
+                passed.append(sequence)
+                continue
+            self._start(sequence)
+            for earlier in passed:
+                earlier.overtaken += 1
+
+    def _start(self, sequence: Sequence) -> bool:
+        """A waiting sequence takes what it needs. Whether it can have rows in this step."""
+        self._begun.add(sequence.request_id)
+        if sequence.stored:
+            assert self._stored is not None
+            self._rank.start_loading(sequence)
+            self._stored.load(sequence)
+            return False
+        self._rank.start(sequence)
+        self._open.append(sequence)
+        return True
 
     def _next(self) -> Sequence | None:
         """Whose turn it is; None when nobody can take more."""
@@ -120,6 +157,8 @@ class _Taking:
         rank, first = self._rank, True
         for sequence in rank.waiting[:LOOKAHEAD]:
             if sequence.request_id in self._begun and rank.leader_of(sequence) is not None:
+                continue
+            if sequence.stored and self._stored and self._stored.must_wait(sequence):
                 continue
             num_tokens = self._tokens(sequence)
             fits = 4 * num_tokens <= self._room and may_start(
@@ -148,7 +187,8 @@ class _Taking:
         """Where its chunk of this step must end at the latest."""
         start, end = int(self._rank.t.planned[sequence.row]), self._tokens(sequence)
         fork_at = sequence.num_prompt - 1 if self._rank.followers(sequence) else 0
-        for cut in (self._cut_at(sequence), fork_at):
+        state_at = self._stored.cut_at(sequence, start) if self._stored else 0
+        for cut in (state_at, fork_at):
             if start < cut < end:
                 end = cut
         if not sequence.scores.wanted:

@@ -1,12 +1,14 @@
 """What one rank holds: its sequences in three queues, its blocks and its state slots. Pure.
 
 A sequence waits (holding nothing), prefills (holding a slot and all blocks of its tokens, also
-between two chunks) or decodes. Every way out of a queue goes through here, so that each of them gives
-everything back.
+between two chunks) or decodes. Beside these three are those whose stored prefix is looked up (holding
+nothing) or loaded (holding slot and blocks). Every way out of a queue goes through here, so that each of
+them gives everything back.
 """
 
 from bisect import insort
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -63,6 +65,8 @@ class Rank:
         self._waiting_of: dict[str, list[Sequence]] = {}  # by request, those with nothing computed
         self.prefilling: list[Sequence] = []  # cut prompts first: the head of the queue
         self.decoding: dict[int, Sequence] = {}  # by row, in order of their first token
+        self.aside: dict[Sequence, None] = {}  # not ready to wait: looked up in the KV store
+        self.loading: dict[Sequence, None] = {}  # their first blocks come from the KV store
         self.reset(0, 0)
 
     def reset(self, num_blocks: int, num_slots: int) -> None:
@@ -74,6 +78,8 @@ class Rank:
         self._waiting_of.clear()
         self.prefilling.clear()
         self.decoding.clear()
+        self.aside.clear()
+        self.loading.clear()
         self.pool = BlockPool(num_blocks)
         self.total_slots = num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
@@ -81,7 +87,12 @@ class Rank:
 
     @property
     def num_running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
+        """Sequences with a slot."""
+        return len(self.prefilling) + len(self.decoding) + len(self.loading)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.aside)
 
     @property
     def decode_rows(self) -> Rows:
@@ -106,16 +117,46 @@ class Rank:
     def start(self, sequence: Sequence) -> None:
         """A waiting sequence takes a slot and all blocks of its tokens."""
         sequence.blocks = self.pool.allocate(blocks_for(sequence.num_tokens))
-        self._begin(sequence)
+        self._take_slot(sequence)
+        self._prefill(sequence)
 
-    def _begin(self, sequence: Sequence) -> None:
+    def _take_slot(self, sequence: Sequence) -> None:
         self._leave_waiting(sequence)
         row = sequence.row
         sequence.slot = self.free_slots.pop()
         self.t.slot[row] = sequence.slot
         self.t.blocks[row] = len(sequence.blocks)
-        self.t.state[row], self.t.phase[row] = State.RUNNING, Phase.PREFILL
+        self.t.state[row] = State.RUNNING
+
+    def _prefill(self, sequence: Sequence) -> None:
+        self.t.phase[sequence.row] = Phase.PREFILL
         self.prefilling.append(sequence)
+
+    # ------------------------------------------------------------ what the KV store has
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """A waiting sequence makes room for those that are ready."""
+        self._leave_waiting(sequence)
+        self.aside[sequence] = None
+
+    def take_back(self, sequence: Sequence) -> None:
+        """One that was set aside waits for its turn again."""
+        del self.aside[sequence]
+        self.enqueue(sequence)
+
+    def start_loading(self, sequence: Sequence) -> None:
+        """As `start`, for one whose first blocks are filled by the KV store first."""
+        sequence.blocks = self.pool.allocate(blocks_for(sequence.num_tokens))
+        self._take_slot(sequence)
+        self.t.phase[sequence.row] = Phase.LOADING
+        self.loading[sequence] = None
+
+    def loaded(self, sequence: Sequence, num_tokens: int) -> None:
+        """Its prefill begins, behind so many tokens that need not be computed."""
+        del self.loading[sequence]
+        row = sequence.row
+        self.t.committed[row] = self.t.planned[row] = self.t.cached_tokens[row] = num_tokens
+        self._prefill(sequence)
 
     # ------------------------------------------------------------ sequences of one request
 
@@ -127,10 +168,11 @@ class Rank:
         return [w for w in waiting if w.prompt == leader.prompt and not w.scores.wanted]
 
     def leader_of(self, sequence: Sequence) -> Sequence | None:
-        """A sequence in prefill that computes what this waiting one needs; it is worth waiting for."""
+        """A sequence in prefill, or on its way there past the KV store, that computes what this waiting
+        one needs; it is worth waiting for."""
         if sequence.num_prompt == 1 or sequence.num_outputs or sequence.scores.wanted:
             return None  # scores come from rows of its own
-        for leader in self.prefilling:
+        for leader in chain(self.prefilling, self.loading, self.aside):
             same = leader.request_id == sequence.request_id and leader.prompt == sequence.prompt
             if same and not leader.num_outputs:
                 return leader
@@ -151,7 +193,9 @@ class Rank:
         own = self.pool.allocate(blocks_for(leader.num_prompt) - shared)
         self.pool.retain(leader.blocks[:shared])
         follower.blocks = leader.blocks[:shared] + own
-        self._begin(follower)
+        follower.cached = leader.cached
+        self._take_slot(follower)
+        self._prefill(follower)
         row = follower.row
         self.t.committed[row] = self.t.planned[row] = at
         copied = (leader.blocks[shared], own[0]) if at % BLOCK_SIZE else (0, 0)
@@ -159,7 +203,7 @@ class Rank:
 
     def lost_fork(self, sequence: Sequence) -> bool:
         """Whether it was forked in a step that was abandoned: what it builds on was never copied."""
-        return not sequence.known and self.t.planned[sequence.row] > 0
+        return not sequence.known and sequence.load is None and self.t.planned[sequence.row] > 0
 
     def restart(self, sequence: Sequence) -> None:
         """Back to the waiting queue, as if it had never begun. No plan under way may contain it."""
@@ -172,7 +216,7 @@ class Rank:
         row = sequence.row
         self.leave(sequence)
         self.free(sequence)
-        sequence.known = False
+        sequence.known, sequence.marks = False, None
         self.t.committed[row] = self.t.planned[row] = 0
         self.t.state[row] = State.WAITING
 
@@ -213,6 +257,10 @@ class Rank:
         """Out of whichever queue it is in; blocks and slot stay with it."""
         if self.decoding.pop(sequence.row, None) is not None:
             self._rows = None
+        elif sequence in self.loading:
+            del self.loading[sequence]
+        elif sequence in self.aside:
+            del self.aside[sequence]
         elif sequence.slot >= 0:
             self.prefilling.remove(sequence)
         else:

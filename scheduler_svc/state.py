@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import FinishReason, Sampling, Submit, TokenLogprobs, TokensItem
 from phalanx.protocol.queues import Phase, QueueTable, State
 from phalanx.scheduler_svc.outputs import Int32, Outputs
@@ -13,6 +14,22 @@ from phalanx.scheduler_svc.scores import Scores
 from phalanx.scheduler_svc.stops import StopIds
 
 Key = tuple[str, int]  # (request_id, index)
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Stored blocks and a state on their way into regions of the staging arena, and from there to a worker."""
+
+    sequence: "Sequence"
+    blocks: list[int]  # regions of the staging arena, one for each of the sequence's first blocks
+    state: int  # region of the state
+    deadline_ns: int  # then the sequence waits no longer
+    calls: set[int] = field(default_factory=set)  # Gets that are not answered yet
+    wanted: bool = True  # the sequence, or a step under way, still needs the regions
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.blocks) * BLOCK_SIZE
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +54,16 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     known: bool = False  # its worker has it in its slot
     overtaken: int = 0  # how often a later one went first while it waited
+    keys: list[bytes] = field(
+        default_factory=list
+    )  # of its first blocks, as far as they were looked up
+    stored: int = 0  # so many of these blocks are in the KV store, with the state at their end
+    common: int = (
+        0  # blocks of another prompt's that it shares, where no state is stored: one is worth while
+    )
+    marks: tuple[int, ...] | None = None  # where chunks of its prefill end; None: not decided yet
+    load: Load | None = None
+    cached: int = 0  # prompt tokens that its first prefill found in the store
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # after the resumed outputs
     scores: Scores = field(init=False)
     finish: FinishReason | None = None
@@ -97,7 +124,7 @@ class Sequence:
             self.finish,
             self.code,
             self.error,
-            0,
+            self.cached,
             tuple(logprobs),
             self.handle,
         )

@@ -115,6 +115,9 @@ class ModelBackend:
     def reset(self) -> None:
         self._engine.reset()
 
+    def restore(self, plan: StepPlan) -> None:
+        self._engine.restore(plan)
+
     def run(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():  # a tenth faster than without gradients alone
             return self._engine.run(plan)

@@ -21,7 +21,7 @@ from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.pools import pool_sizes
 from phalanx.worker_svc.scoring import score_rows
 from phalanx.worker_svc.sequences import Sequences
-from phalanx.worker_svc.slots import Int, PlanRows
+from phalanx.worker_svc.slots import Int, PlanRows, ints
 
 NUM_SNAPSHOTS = 8  # window states that may wait for the KV store at a time
 
@@ -61,6 +61,7 @@ class Engine:
         shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
         self.expert_counts = np.zeros(shape, np.int64)
         self._incarnation, self._fingerprint, self._eos = incarnation, fingerprint, eos_token_id
+        self._staging: Arena | None = None  # the scheduler's, once something was restored
         self.reset()
 
     def reset(self) -> None:
@@ -86,6 +87,31 @@ class Engine:
             max_drafts=config.dspark_block_size,
             fingerprint=self._fingerprint,
         )
+
+    def restore(self, plan: StepPlan) -> None:
+        """Fill blocks and slots of the plan's new sequences with what came from the KV store.
+
+        To be called before `run`, which may be abandoned: nobody else has these blocks and slots. Raises
+        ArenaError when the staging arena is gone, because its scheduler is.
+        """
+        if not plan.restores:
+            return
+        if self._staging is None or self._staging.name != plan.staging:
+            staging = Arena.attach(plan.staging)
+            self._let_go_of_staging()
+            self._staging = staging
+        data, sizes = self._staging.data, self.sizes
+        blocks, slots = self.pools.blocks.numpy(), self.pools.slots.numpy()
+        for restore in plan.restores:
+            slots[restore.slot] = np.frombuffer(data, np.uint8, sizes.slot_bytes, restore.state)
+            places = np.frombuffer(restore.places, np.int64)
+            for block, place in zip(ints(restore.blocks), places, strict=True):
+                blocks[block] = np.frombuffer(data, np.uint8, sizes.block_bytes, place)
+
+    def _let_go_of_staging(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
 
     def run(self, plan: StepPlan) -> StepResult:
         """Compute, sample and commit one plan.
@@ -170,6 +196,7 @@ class Engine:
         return tuple(out)
 
     def close(self) -> None:
+        self._let_go_of_staging()
         self._blocks.close()
         self._snapshots.close()
 

@@ -66,6 +66,9 @@ class NullBackend:
         self._seeds = np.zeros(self._num_slots, np.uint64)
         self._prompts: dict[int, tuple[bytes, int]] = {}  # by slot, of those with prompt_logprobs
 
+    def restore(self, plan: StepPlan) -> None:
+        pass  # it offers no snapshots, so nothing is ever stored
+
     def run(self, plan: StepPlan) -> StepResult:
         for new in plan.new:
             self._slots.admit(new)

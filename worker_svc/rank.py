@@ -34,6 +34,9 @@ class Backend(Protocol):
     def reset(self) -> None:
         """Forget every sequence; weights and pools stay."""
 
+    def restore(self, plan: StepPlan) -> None:
+        """Bring in what the plan's new sequences have from the KV store. Raises ArenaError when that is gone."""
+
     def run(self, plan: StepPlan) -> StepResult:
         """Compute, sample and commit. EpochChanged passes through, with nothing committed."""
 
@@ -112,6 +115,13 @@ class Rank:
         self._service.row.phase = ProcessPhase.BUSY
         if faults.active is not None:
             faults.active.slow()
+        if plan is not None:
+            try:
+                self._backend.restore(plan)
+            except ArenaError as error:  # its scheduler ended: nobody waits for this plan
+                self._service.log.warning("plan dropped", error=str(error))
+                self._abandon(plan)
+                return
         try:
             failpoint("worker.step.before_enter")
             group.enter(plan is not None, 0)

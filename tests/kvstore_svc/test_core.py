@@ -98,7 +98,7 @@ def test_nothing_is_visible_before_its_copy_is_verified() -> None:
     (reply,) = story.feed(CopiedIn((b"a", 1), b"", "stale handle"))
     assert reply == PutReply((b"a", 1), stored=False, reason="stale handle")
     assert story.feed(Get((b"b", 2), KEY, 100)) == [GetReply((b"b", 2), found=False)]
-    assert story.core.prefix([KEY], NOW) == 0
+    assert story.core.prefix([KEY], NOW) == (0, 0)
 
 
 def test_the_second_put_of_a_key_waits_for_the_first_and_tries_itself_if_that_fails() -> None:
@@ -234,7 +234,7 @@ def test_lifetimes_end() -> None:
     for now_s in (19, 21, 199, 201, 1999, 2001):
         simulation.now_ns = 1000 * SECOND_NS + now_s * SECOND_NS
         found.append(
-            [n for n in (1, 2, 3) if simulation.core.prefix([key_of(n)[0]], simulation.now_ns)]
+            [n for n in (1, 2, 3) if simulation.core.prefix([key_of(n)[0]], simulation.now_ns)[0]]
         )
     assert found == [[1, 2, 3], [2, 3], [2, 3], [3], [3], []]
     simulation.perform(simulation.core.tick(simulation.now_ns))
@@ -252,7 +252,7 @@ def test_the_least_recently_used_segment_goes_first() -> None:
         simulation.now_ns += SECOND_NS
         simulation.call_and_wait(simulation.put(number, durable=True, ttl_s=10**6))
         simulation.core.prefix([key_of(kept)[0]], simulation.now_ns)
-    present = [n for n in blocks if simulation.core.prefix([key_of(n)[0]], simulation.now_ns)]
+    present = [n for n in blocks if simulation.core.prefix([key_of(n)[0]], simulation.now_ns)[0]]
     assert kept in present and blocks[20] not in present and blocks[-1] in present
 
 

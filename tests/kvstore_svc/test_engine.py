@@ -203,7 +203,7 @@ def test_a_read_that_fails_is_a_miss_once_and_not_said_to_be_there(
     with monkeypatch.context() as patch:
         patch.setattr(session.engine.disk, "read", fail)
         assert session.get(0) is None
-    assert session.engine.core.prefix([key_of(0)], 0) == 0
+    assert session.engine.core.prefix([key_of(0)], 0) == (0, 0)
     assert session.get(0) is None
     assert session.engine.core.stats(0).corrupt == 1
     assert session.put(range(1))[0].durable

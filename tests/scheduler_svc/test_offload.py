@@ -162,12 +162,15 @@ def test_an_abort_during_that_step_gives_the_region_back_after_it() -> None:
     assert len(puts(story)) == 3
 
 
-def test_resumed_and_preempted_ones_are_not_put_again() -> None:
+def test_of_a_resumed_one_outputs_are_put_too() -> None:
     story = Story(store=True)
-    story.submit(0, 300, outputs=[4, 5], attempt=1)
-    assert [rows for _, rows in story.rows()] == [302]
+    story.submit(0, 250, outputs=[4] * 140, attempt=1, max_tokens=150)
+    assert [rows for _, rows in story.rows()] == [128]
+    story.step()
+    assert [rows for _, rows in story.rows()] == [256]
     story.run()
-    assert puts(story) == []
+    keys = block_keys(b"hash", b"", [*story.prompts[0][0], *[4] * 140])
+    assert {put.key for put in puts(story)} == {*keys, state_key(keys[0]), state_key(keys[2])}
 
 
 def test_keys_are_computed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

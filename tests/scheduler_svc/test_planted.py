@@ -2,15 +2,16 @@
 
 import dataclasses
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from phalanx.protocol.messages import Submit, Submitted
+from phalanx.protocol.messages import Get, GetDone, Submit, Submitted
 from phalanx.protocol.queues import Phase
-from phalanx.protocol.steps import StepResult
+from phalanx.protocol.steps import Restore, StepResult
 from phalanx.scheduler_svc import commit as commit_module
 from phalanx.scheduler_svc import core as core_module
 from phalanx.scheduler_svc import decode as decode_module
@@ -24,10 +25,11 @@ from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Chunk, Fork, Rank
-from phalanx.scheduler_svc.state import Sequence
+from phalanx.scheduler_svc.restore import Restorer
+from phalanx.scheduler_svc.state import Load, Sequence
 from phalanx.worker_svc.slots import Slots
 from sim import hash_worker
-from sim.scheduler_world import World
+from sim.scheduler_world import Options, World
 
 Patch = pytest.MonkeyPatch
 Planter = Callable[[Patch], None]
@@ -373,6 +375,108 @@ def leader_is_not_cut(patch: Patch) -> None:
     patch.setattr(prefill_module._Taking, "_end", lambda self, sequence: sequence.num_tokens)
 
 
+def region_without_a_generation(patch: Patch) -> None:
+    """A late copy finds its region as it was, though that is another load's now."""
+    ask_for = Restorer._ask_for
+
+    def timeless(self: Restorer, *wanted: Any) -> Get:
+        get = ask_for(self, *wanted)
+        return msgspec.structs.replace(
+            get, handle=msgspec.structs.replace(get.handle, generation=0)
+        )
+
+    patch.setattr(Restorer, "_ask_for", timeless)
+
+
+def region_reused_under_a_step(patch: Patch) -> None:
+    """The regions are free once the store has answered: the worker has not read them yet."""
+    done, release = Restorer.done, Restorer.release
+    early: set[Load] = set()
+
+    def hasty(self: Restorer, answer: GetDone) -> Load | None:
+        load = done(self, answer)
+        if load is not None and load.wanted:
+            early.add(load)
+            self._free_blocks += load.blocks
+            self._free_states.append(load.state)
+        return load
+
+    def once(self: Restorer, load: Load) -> None:
+        blocks, states = list(self._free_blocks), list(self._free_states)
+        release(self, load)
+        if load in early:
+            self._free_blocks, self._free_states = blocks, states
+
+    patch.setattr(Restorer, "done", hasty)
+    patch.setattr(Restorer, "release", once)
+    patch.setattr(Restorer, "check", lambda self: None)
+
+
+def restored_into_wrong_blocks(patch: Patch) -> None:
+    restores = Restorer.restores
+
+    def shifted(self: Restorer, load: Load) -> Restore:
+        made = restores(self, load)
+        blocks = np.roll(np.frombuffer(made.blocks, np.int32), 1)
+        return msgspec.structs.replace(made, blocks=blocks.tobytes())
+
+    patch.setattr(Restorer, "restores", shifted)
+
+
+def state_not_restored(patch: Patch) -> None:
+    """The blocks alone: the window is what the slot held before."""
+    get = Restorer._get
+
+    def half(self: Restorer, load: Load) -> list[Get]:
+        *blocks, state = get(self, load)
+        load.calls.remove(state.call)
+        del self._gets[state.call]
+        return blocks
+
+    patch.setattr(Restorer, "_get", half)
+
+
+def restored_too_far(patch: Patch) -> None:
+    loaded = Rank.loaded
+
+    def further(self: Rank, sequence: Sequence, num_tokens: int) -> None:
+        loaded(
+            self, sequence, num_tokens + (num_tokens > 0 and num_tokens + 1 < sequence.num_tokens)
+        )
+
+    patch.setattr(Rank, "loaded", further)
+
+
+def failed_load_counts(patch: Patch) -> None:
+    done = Restorer.done
+
+    def gullible(self: Restorer, answer: GetDone) -> Load | None:
+        _, nbytes = self._gets.get(answer.call, (None, 0))
+        return done(self, msgspec.structs.replace(answer, found=True, nbytes=nbytes))
+
+    patch.setattr(Restorer, "done", gullible)
+
+
+def load_never_ends(patch: Patch) -> None:
+    """A store that is late holds its sequence for as long as it likes."""
+    patch.setattr(Restorer, "expire", lambda self, now_ns: ([], []))
+
+
+def dead_store_is_waited_for(patch: Patch) -> None:
+    patch.setattr(Restorer, "lost", lambda self: ([], []))
+
+
+def abandoned_restore_counts(patch: Patch) -> None:
+    """The step that copies was abandoned, perhaps before it began, and is not told to copy again."""
+
+    def once(self: Scheduler, flight: Flight, aborted: bool) -> None:
+        end(self, flight, aborted=False)
+
+    end = Scheduler._end_loads
+    patch.setattr(Scheduler, "_end_loads", once)
+    patch.setattr(Rank, "lost_fork", lambda self, sequence: False)
+
+
 # Seeds within which each is found: several times what it took when it was planted first.
 PLANTED: list[tuple[Planter, int]] = [
     (no_fence, 20),
@@ -411,14 +515,47 @@ PLANTED: list[tuple[Planter, int]] = [
 ]
 
 
+# The same, for what happens to prompts that come again.
+PLANTED_STORED: list[tuple[Planter, int]] = [
+    (region_without_a_generation, 100),
+    (region_reused_under_a_step, 100),
+    (restored_into_wrong_blocks, 20),
+    (state_not_restored, 20),
+    (restored_too_far, 20),
+    (failed_load_counts, 100),
+    (load_never_ends, 100),
+    (dead_store_is_waited_for, 100),
+    (abandoned_restore_counts, 100),
+]
+
+
 @pytest.mark.parametrize(("plant", "seeds"), PLANTED, ids=[p.__name__ for p, _ in PLANTED])
 def test_planted_bug_is_found(
     plant: Planter, seeds: int, monkeypatch: Patch, record_property: Callable[[str, object], None]
 ) -> None:
-    plant(monkeypatch)
+    search(plant, seeds, Options.of, monkeypatch, record_property)
+
+
+@pytest.mark.parametrize(
+    ("plant", "seeds"), PLANTED_STORED, ids=[p.__name__ for p, _ in PLANTED_STORED]
+)
+def test_planted_bug_with_stored_prompts_is_found(
+    plant: Planter, seeds: int, monkeypatch: Patch, record_property: Callable[[str, object], None]
+) -> None:
+    search(plant, seeds, Options.stored, monkeypatch, record_property)
+
+
+def search(
+    plant: Planter,
+    seeds: int,
+    options: Callable[[Random], Options],
+    patch: Patch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    plant(patch)
     for seed in range(seeds):
         try:
-            World(seed).run()
+            World(seed, options=options).run()
         except (AssertionError, IndexError, KeyError) as found:
             record_property("seed", seed)
             print(f"seed {seed}: {found}")

@@ -22,6 +22,8 @@ from phalanx.protocol.config import KVStoreConfig, NodeConfig
 from phalanx.protocol.link import bind_router, receive_from, send_to
 from phalanx.protocol.messages import (
     BusToGateway,
+    Contains,
+    ContainsReply,
     Done,
     Hello,
     KVRequest,
@@ -264,8 +266,11 @@ def test_prompts_go_to_the_store_and_its_death_ends_the_wait(bench: Bench) -> No
         def take(store: Socket = store, puts: list[tuple[bytes, Put]] = puts) -> bool:
             for peer, frame in receive_from(store, 100):
                 message = decoder.decode(frame)
-                assert isinstance(message, Put)
-                puts.append((peer, message))
+                if isinstance(message, Contains):
+                    assert send_to(store, peer, encode(ContainsReply(message.call, 0)))
+                else:
+                    assert isinstance(message, Put)
+                    puts.append((peer, message))
             return len(puts) == 3
 
         def connected(store: Socket = store) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sim.scheduler_world import World
+from sim.scheduler_world import Options, World
 
 SEEDS, BATCH = 400, 50
 
@@ -14,6 +14,17 @@ def test_every_seed_ends_well(first: int) -> None:
             World(seed).run()
         except Exception as error:
             error.add_note(f"seed {seed}: World({seed}).run() shows it again")
+            raise
+
+
+def test_prompts_that_come_again() -> None:
+    for seed in range(60):
+        try:
+            World(seed, options=Options.stored).run()
+        except Exception as error:
+            error.add_note(
+                f"seed {seed}: World({seed}, options=Options.stored).run() shows it again"
+            )
             raise
 
 

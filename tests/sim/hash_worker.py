@@ -60,6 +60,22 @@ def fault_free_scores(prompt: Sequence[int], num_top: int) -> list[PromptLogprob
     return [score(read[:at], prompt[at], num_top) for at in range(1, len(prompt))]
 
 
+class Staged:
+    """A staging arena: what comes from the KV store, for the worker to copy."""
+
+    def __init__(self, num_blocks: int, num_states: int, ring: int) -> None:
+        self.blocks: Ints = np.full((num_blocks, BLOCK_SIZE), NOTHING, np.int64)
+        self.states: Ints = np.full((num_states, ring), NOTHING, np.int64)
+        self.generations = [0] * (num_blocks + num_states)
+
+    def record(self, place: int) -> Ints:
+        """The region that begins `place` bytes from the start."""
+        before = self.blocks.nbytes
+        if place < before:
+            return self.blocks[place // self.blocks[0].nbytes]
+        return self.states[(place - before) // self.states[0].nbytes]
+
+
 class HashWorker:
     """One worker incarnation."""
 
@@ -78,6 +94,7 @@ class HashWorker:
         self.blocks: Ints = np.full((num_blocks, BLOCK_SIZE), NOTHING, np.int64)
         self.rings: Ints = np.full((num_slots, ring), NOTHING, np.int64)
         self.snapshots: Ints = np.full((num_snapshots, ring), NOTHING, np.int64)
+        self.staging: dict[str, Staged] = {}  # by name
         self.reset()
 
     def reset(self) -> None:
@@ -126,6 +143,13 @@ class HashWorker:
         ):
             tables[slot] += ids[:more]
             del ids[:more]
+        for restore in plan.restores:
+            staged = self.staging[plan.staging]
+            places = np.frombuffer(restore.places, np.int64).tolist()
+            restored = np.frombuffer(restore.blocks, np.int32).tolist()
+            for block, place in zip(restored, places, strict=True):
+                self.blocks[block] = staged.record(place)
+            self.rings[restore.slot] = staged.record(restore.state)
         for leader, follower, block, new_block in plan.forks:
             self.rings[follower] = self.rings[leader]
             if block:

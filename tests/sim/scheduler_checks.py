@@ -73,7 +73,8 @@ class Onlooker:
             assert first is sequence, f"{attempt} was started twice"
         if core.accepting and core.live and not core.busy:
             held = core.store is not None and core.store.holders()
-            assert held, f"seat {core.seat}: {core.live} sequences and nothing runs"
+            asked = core.restorer is not None and core.restorer.due_ns is not None
+            assert held or asked, f"seat {core.seat}: {core.live} sequences and nothing runs"
 
 
 def check_clean(core: Scheduler) -> None:
@@ -82,22 +83,26 @@ def check_clean(core: Scheduler) -> None:
     assert rank.pool.free == rank.pool.total, "blocks did not come back"
     assert len(rank.free_slots) == rank.total_slots, "slots did not come back"
     assert rank.table.free == rank.table.columns.rows, "rows did not come back"
+    assert core.restorer is None or core.restorer.whole, "regions did not come back"
 
 
 def check(core: Scheduler) -> None:
     """Every invariant of the core; raises AssertionError. For tests: it looks at everything."""
     rank = core.rank
     fenced = [sequence for _, sequence in core._fences]
-    holding = rank.prefilling + list(rank.decoding.values()) + fenced
+    holding = rank.prefilling + list(rank.decoding.values()) + list(rank.loading) + fenced
     kept = core.store.holders() if core.store is not None else []
     rank.pool.check([s.blocks for s in holding] + kept)
     slots = [s.slot for s in holding] + rank.free_slots
     assert sorted(slots) == list(range(rank.total_slots)), "a slot is lost or owned twice"
-    rows = rank.waiting + holding
+    rows = rank.waiting + list(rank.aside) + holding
     assert len(set(rows)) == len(rows), "a sequence is in two queues"
     assert set(rows) == set(core.table.by_row.values()), "a row without a queue"
     assert len(rows) + core.table.free == core.table.columns.rows, "a row is lost"
-    assert all(not s.blocks and s.slot < 0 and s.finish is None for s in rank.waiting)
+    unready = rank.waiting + list(rank.aside)
+    assert all(not s.blocks and s.slot < 0 and s.finish is None for s in unready)
+    if core.restorer is not None:
+        core.restorer.check()
     assert all(s.finish is not None for s in fenced)
     live = {s for s in core.sequences.values() if s.finish is None}
     assert live == set(rows).difference(fenced), "a live sequence is in no queue"

@@ -20,7 +20,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.scheduler_svc.core import Scheduler
-from phalanx.scheduler_svc.events import Membership, StoreArenas
+from phalanx.scheduler_svc.events import Membership, Staging, StoreArenas
 from sim.hash_worker import HashWorker, fault_free
 from sim.scheduler_checks import check
 from sim.token_rows import Handles
@@ -43,6 +43,7 @@ class Story:
         num_slots: int = 8,
         store: bool = False,
         num_snapshots: int = 2,
+        staging: Staging | None = None,
         accepting: bool = True,
         **config: object,
     ) -> None:
@@ -64,7 +65,7 @@ class Story:
         self.plan: StepPlan | None = None
         self.prompts: dict[int, tuple[list[int], Sampling]] = {}
         if accepting:
-            self.event(self.worker.hello(), StoreArenas(0, 0), Membership(2, True))
+            self.event(self.worker.hello(), StoreArenas(0, 0, staging), Membership(2, True))
 
     def event(self, *events: object) -> None:
         """Events, then the core's decisions: a plan stays under way until `finish`."""

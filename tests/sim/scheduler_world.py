@@ -20,8 +20,13 @@ from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import (
     BusFromGateway,
     BusToGateway,
+    Contains,
+    ContainsReply,
     FinishReason,
+    Get,
+    GetDone,
     KVRequest,
+    Message,
     Put,
     PutDone,
     Sampling,
@@ -34,6 +39,7 @@ from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.events import (
     GatewayChanged,
     Membership,
+    Staging,
     StoreArenas,
     StoreLost,
     WorkerLost,
@@ -43,6 +49,8 @@ from sim.hash_worker import (
     VOCAB,
     WINDOW,
     HashWorker,
+    Ints,
+    Staged,
     entries,
     fault_free,
     fault_free_scores,
@@ -60,12 +68,14 @@ class Options(msgspec.Struct, frozen=True):
     """What kind of run a seed makes. Probabilities are per occasion, while faults last."""
 
     tight: bool  # all prompts just below a block border, long outputs, a pool too small for that
+    repeats: float  # share of the requests whose prompt begins as an earlier one's
     ranks: int
     requests: int
     num_blocks: int
     num_slots: int
     config: SchedulerConfig
     store: bool
+    staged: tuple[int, int]  # blocks and states of a staging arena; none: nothing is read back
     step_ns: int
     drop: float
     duplicate: float
@@ -83,11 +93,15 @@ class Options(msgspec.Struct, frozen=True):
         rough = rng.random() < 0.7
         tight = rng.random() < 0.25
         seqs = 4 if tight else rng.choice((2, 4, 6))
+        store = rng.random() < 0.6
+        staged = rng.choice(((0, 0), (2, 1), (4, 2), (20, 4)))
+        again = store and staged[0] and not tight and rng.random() < 0.5
         return cls(
             tight=tight,
             ranks=rng.choice((1, 1, 2, 3)),
-            requests=rng.choice((4, 7, 10)),
-            num_blocks=6 if tight else rng.choice((5, 6, 8, 12)),
+            repeats=0.8 if again else 0.0,
+            requests=rng.choice((7, 10, 14) if again else (4, 7, 10)),
+            num_blocks=6 if tight else rng.choice((8, 12, 16) if again else (5, 6, 8, 12)),
             num_slots=seqs + rng.choice((-1, 0, 1)),
             config=SchedulerConfig(
                 max_num_seqs=seqs,
@@ -99,7 +113,8 @@ class Options(msgspec.Struct, frozen=True):
                 priority_step_ms=rng.choice((0, 20)),
                 preempt=rng.choice(("recompute", "recompute", "recompute", "stop")),
             ),
-            store=rng.random() < 0.5,
+            store=store,
+            staged=staged,
             step_ns=rng.choice((1, 5)) * MS,
             drop=0.05 * rough,
             duplicate=0.1 * rough,
@@ -111,6 +126,21 @@ class Options(msgspec.Struct, frozen=True):
             crashes=rng.choice((0, 0, 1)) * rough,
             gateway_restarts=rng.choice((0, 0, 1)) * rough,
             aborts=rng.choice((0.0, 0.4)),
+        )
+
+    @classmethod
+    def stored(cls, rng: Random) -> "Options":
+        """Prompts that come again, and a store that has them: most of them are loaded."""
+        return msgspec.structs.replace(
+            cls.of(rng),
+            tight=False,
+            requests=14,
+            num_blocks=rng.choice((8, 12, 16)),
+            store=True,
+            staged=rng.choice(((2, 1), (4, 2), (20, 4))),
+            repeats=0.9,
+            step_ns=MS,
+            aborts=0.4,
         )
 
     @classmethod
@@ -180,7 +210,19 @@ class RankUnderTest:
         options = self.world.options
         ring = self.world.ring
         self.worker = HashWorker(incarnation, options.num_blocks, options.num_slots, **ring)
-        self.event(self.worker.hello(), StoreArenas(0, 0), Membership(2 * incarnation, True))
+        self.event(
+            self.worker.hello(), self._arenas(self.worker), Membership(2 * incarnation, True)
+        )
+
+    def _arenas(self, worker: HashWorker) -> StoreArenas:
+        """With a staging arena that nobody used before, small enough that loads wait for each other."""
+        blocks, states = self.world.options.staged
+        if not blocks:
+            return StoreArenas(0, 0)
+        name = f"ph-sim-staging{self.seat}-{self.incarnation}.{worker.incarnation}"
+        self.world.staged[name] = Staged(blocks, states, worker.ring)
+        worker.staging = self.world.staged
+        return StoreArenas(0, 0, Staging(name, 0, blocks, states))
 
     def event(self, *events: object) -> None:
         world = self.world
@@ -197,8 +239,8 @@ class RankUnderTest:
             if isinstance(message, Tokens):
                 self.onlooker.said(message)
             world.to_gateway(self, message)
-        for put in core.store_step(world.now_ns):
-            world.put(self, put)
+        for request in core.store_step(world.now_ns):
+            world.to_store(self, request)
         for plan in actions.plans:
             self._run(plan)
         self.onlooker.check()
@@ -247,8 +289,10 @@ class World:
         self._last_arrival: dict[object, int] = {}
         self._due: dict[int, int] = {}
         self.gateway = ModelGateway(self.rng, self.to_seat, self.after)
-        self.keyed: dict[bytes, np.ndarray[tuple[int], np.dtype[np.int64]]] = {}
-        self.stored: set[bytes] = set()
+        self.keyed: dict[bytes, Ints] = {}
+        self.stored: dict[bytes, Ints] = {}
+        self.staged: dict[str, Staged] = {}  # by name
+        self.newest: dict[tuple[str, int], int] = {}  # the last Get for each place in an arena
         self.store_incarnation = 1
         self.ranks = [RankUnderTest(self, seat) for seat in range(self.options.ranks)]
         self._schedule()
@@ -305,9 +349,74 @@ class World:
 
         self._deliver(("up", seat), arrive)
 
-    def put(self, rank: RankUnderTest, message: KVRequest) -> None:
+    def to_store(self, rank: RankUnderTest, message: KVRequest) -> None:
+        match message:
+            case Put():
+                self._put(rank, message)
+            case Contains():
+                self._contains(rank, message)
+            case Get():
+                self._get(rank, message)
+            case _:
+                raise AssertionError(f"not for a store: {message}")
+
+    def _store_answers(
+        self, rank: RankUnderTest, delay_ns: int, then: Callable[[], Message]
+    ) -> None:
+        """After a while, if the store and who asked still live."""
+        core, store = rank.core, self.store_incarnation
+
+        def answer() -> None:
+            if self.store_incarnation == store:
+                message = then()
+                if rank.core is core:
+                    rank.event(message)
+
+        self.after(delay_ns, answer)
+
+    def _store_delay(self) -> int:
+        """Sometimes longer than anybody waits."""
+        late = self.chance(self.options.put_lost / 4)
+        return self.rng.randrange(4_000 if late else 20 if self.faulty else 3) * MS
+
+    def _contains(self, rank: RankUnderTest, message: Contains) -> None:
+        if self.chance(self.options.put_lost / 4):
+            return
+
+        def look() -> ContainsReply:
+            keys = message.keys
+            stored = next((i for i, key in enumerate(keys) if key not in self.stored), len(keys))
+            ends = (i + 1 for i in reversed(range(stored)) if state_key(keys[i]) in self.stored)
+            return ContainsReply(message.call, stored, next(ends, 0))
+
+        self._store_answers(rank, self._store_delay(), look)
+
+    def _get(self, rank: RankUnderTest, message: Get) -> None:
+        """One copy after the other, each in its time, perhaps twice; what is gone meanwhile or does not
+        verify is a miss."""
+        handle, staged = message.handle, self.staged[message.handle.arena]
+        region = staged.record(handle.offset)
+        assert region.nbytes == handle.nbytes
+        staged.generations[handle.region] = handle.generation
+        self.newest[handle.arena, handle.offset] = message.call
+        if self.chance(self.options.put_lost / 2):
+            self.stored.pop(message.key, None)
+
+        def copy() -> GetDone:
+            found = self.stored.get(message.key)
+            if found is None or staged.generations[handle.region] != handle.generation:
+                return GetDone(message.call, False)
+            newest = self.newest[handle.arena, handle.offset]
+            assert newest == message.call, "a copy into a region that is another load's now"
+            region[:] = found
+            return GetDone(message.call, True, region.nbytes)
+
+        for _ in range(1 + self.chance(self.options.duplicate)):
+            if not self.chance(self.options.put_lost / 4):
+                self._store_answers(rank, self._store_delay(), copy)
+
+    def _put(self, rank: RankUnderTest, message: Put) -> None:
         """The store copies some time later and answers, or does neither."""
-        assert isinstance(message, Put)
         worker, core, store = rank.worker, rank.core, self.store_incarnation
         if worker is None or self.chance(self.options.put_lost):
             return
@@ -324,15 +433,14 @@ class World:
             else:
                 found = worker.snapshots[place]
             self._check_copy(message, found, worker.ring)
-            self.stored.add(message.key)
+            self.stored[message.key] = found.copy()
             if rank.core is core:
                 rank.event(PutDone(message.call, True, False))
 
-        self.after(self.rng.randrange(200 if self.faulty else 30) * MS, copy)
+        slow = self.faulty and not self.options.repeats
+        self.after(self.rng.randrange(200 if slow else 30) * MS, copy)
 
-    def _check_copy(
-        self, put: Put, found: np.ndarray[tuple[int], np.dtype[np.int64]], ring: int
-    ) -> None:
+    def _check_copy(self, put: Put, found: Ints, ring: int) -> None:
         expected = self.keyed[put.key]
         if put.kind == "state":
             positions = expected >> 20
@@ -345,9 +453,9 @@ class World:
         rng, options = self.rng, self.options
         for number in range(options.requests):
             request = self._request(number)
-            self._note_keys(request)
-            arrival = rng.randrange(FAULTS_END_NS // 3)
+            arrival = rng.randrange(FAULTS_END_NS // (2 if options.repeats else 3))
             for member in [request, *self._siblings(request)]:
+                self._note_keys(member)
                 self._num_requests += 1
                 self.after(arrival, lambda request=member: self.gateway.open(request))  # type: ignore[misc]
                 if rng.random() < options.aborts:
@@ -395,6 +503,12 @@ class World:
         prompt = [(first * (at + 3)) % VOCAB for at in range(length)]
         if shared and length > 1:
             prompt[-1] = number % VOCAB
+        if rng.random() < self.options.repeats:
+            length = rng.choice((130, 250, 256, 257, 390))
+            step = rng.choice((7, 11))
+            prompt = [(step * at) % VOCAB for at in range(length)]
+            if rng.random() < 0.4:
+                prompt[-rng.randrange(1, length) :] = [number % VOCAB] * rng.randrange(1, 3)
         seed = rng.randrange(1 << 32)
         sampling = Sampling(
             seed=seed,
@@ -438,8 +552,9 @@ class World:
         return tuple((t + (rng.random() < wrong)) % VOCAB for t in truth)
 
     def _note_keys(self, request: Request) -> None:
-        kept = entries(np.array(request.prompt, np.int64), 0)
-        for at, key in enumerate(block_keys(b"hash", b"", request.prompt)):
+        tokens = [*request.prompt, *request.expected()[0]]
+        kept = entries(np.array(tokens, np.int64), 0)
+        for at, key in enumerate(block_keys(b"hash", b"", tokens)):
             end = (at + 1) * BLOCK_SIZE
             self.keyed[key] = kept[end - BLOCK_SIZE : end]
             self.keyed[state_key(key)] = kept[max(0, end - WINDOW) : end]
@@ -504,4 +619,6 @@ class World:
 
 
 def _kept(core: Scheduler) -> bool:
-    return core.store is not None and bool(core.store.holders())
+    """What the store still reads or writes."""
+    copies = core.store is not None and bool(core.store.holders())
+    return copies or (core.restorer is not None and not core.restorer.whole)

@@ -203,6 +203,13 @@ class World:
         old.dead = True
         heir.flush()
 
+    def keyed_at(self, key: bytes) -> Any:
+        """What the store may copy under this key. Moved sequences have outputs among what they compute."""
+        if key not in self.keyed:
+            for ask in self.asks.values():
+                ask.note_keys(self.keyed)
+        return self.keyed[key]
+
     # ------------------------------------------------------------ the run
 
     def _schedule(self) -> None:

@@ -44,15 +44,25 @@ class Ask:
     def expected(self, index: int) -> Expected:
         """What the sequence must give, from the definition of the hash."""
         if index not in self.streams:
-            assert self.seed is not None
-            sampling = sampling_for(
-                self.spec.sampling, len(self.prompt), MODEL, None, DEFAULT_MAX_TOKENS, self.seed
-            )
-            seed = derive_seed(self.seed, index)
-            assert sampling.max_tokens is not None
-            tokens = fault_free(self.prompt, seed, sampling.max_tokens, sampling.forced_token_ids)
+            sampling, tokens = self._uncut(index)
             self.streams[index] = cut_at_its_end(sampling, tokens.__getitem__)
         return self.streams[index]
+
+    def _uncut(self, index: int) -> tuple[Sampling, list[int]]:
+        """Its sampling and outputs, stop rules aside."""
+        assert self.seed is not None
+        sampling = sampling_for(
+            self.spec.sampling, len(self.prompt), MODEL, None, DEFAULT_MAX_TOKENS, self.seed
+        )
+        assert sampling.max_tokens is not None
+        seed, forced = derive_seed(self.seed, index), sampling.forced_token_ids
+        return sampling, fault_free(self.prompt, seed, sampling.max_tokens, forced)
+
+    def note_keys(self, keyed: dict[bytes, Any]) -> None:
+        """What the store may copy of its sequences, by key."""
+        if self.seed is not None:
+            for index in range(self.spec.n):
+                note_keys(keyed, self.prompt + self._uncut(index)[1])
 
 
 class SimClient:
@@ -153,7 +163,7 @@ def _predicted(rng: Random, prompt: list[int], seed: int | None) -> tuple[int, .
 
 
 def note_keys(keyed: dict[bytes, Any], prompt: list[int]) -> None:
-    """What the store may copy of this prompt, by key."""
+    """What the store may copy of these tokens, by key."""
     kept = entries(np.array(prompt, np.int64), 0)
     for at, key in enumerate(block_keys(b"hash", b"", prompt)):
         end = (at + 1) * BLOCK_SIZE

@@ -113,7 +113,7 @@ class StoreBody(Body):
             return
         place = handle.offset // handle.nbytes
         found = worker.hash.blocks[place] if put.kind == "block" else worker.hash.snapshots[place]
-        expected = self.world.keyed[put.key]
+        expected = self.world.keyed_at(put.key)
         if put.kind == "state":
             found = found[(expected >> 20) % worker.hash.ring]
         self.node.require(

@@ -1,0 +1,101 @@
+"""Prompts that a real node has seen before are read from the KV store, and no token is another one for it."""
+
+import os
+import random
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from e2e.node import Node, assert_whole, tokens, wait_for
+from phalanx.protocol.queues import read_queues
+
+pytestmark = pytest.mark.process
+
+
+def request_of(seed: int, length: int, **sampling: object) -> dict[str, Any]:
+    rng = random.Random(seed)
+    prompt = [rng.randrange(10, 200) for _ in range(length)]
+    settings = {"max_tokens": 24, "seed": seed, "ignore_eos": True, **sampling}
+    return {"prompt_token_ids": prompt, **settings}
+
+
+def cached(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["usage"]["cached_tokens"] for row in rows]
+
+
+def records(node: Node) -> int:
+    (stats,) = node("kv", "stats")
+    return int(stats["records"])
+
+
+def kept(node: Node, request: dict[str, Any], more: int) -> list[dict[str, Any]]:
+    """Its first run, and until so many records more are stored."""
+    before = records(node)
+    rows = node.generate([request])
+    wait_for(lambda: records(node) >= before + more, 30, "stored blocks")
+    return rows
+
+
+def test_warm_is_cold(node: Node) -> None:
+    """Blocks and state from the store, also for n > 1, for logprobs, and after the store's restart."""
+    request = request_of(71, 300, n=2, logprobs=2, frequency_penalty=0.4)
+    cold = kept(node, request, 3)
+    assert cached(cold) == [0, 0]
+
+    def same(rows: list[dict[str, Any]]) -> bool:
+        logprobs = [sorted((r["index"], r["logprobs"]) for r in rows) for rows in (rows, cold)]
+        return tokens(rows) == tokens(cold) and logprobs[0] == logprobs[1]
+
+    warm = node.generate([request])
+    assert cached(warm) == [256, 256] and same(warm)
+
+    pid = node.pids()["kvstore"]
+    os.kill(pid, signal.SIGKILL)
+    between = node.generate([request])
+    assert same(between)
+    wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
+    wait_for(lambda: node.pids()["kvstore"] != pid, 60, "another store")
+    after = node.generate([request])
+    assert same(after)
+    assert_whole(node)
+
+
+def test_a_store_that_hangs_holds_nobody_up(node: Node) -> None:
+    request = request_of(72, 300)
+    cold = kept(node, request, 3)
+    pid = node.pids()["kvstore"]
+    os.kill(pid, signal.SIGSTOP)  # until the supervisor misses it
+    assert tokens(node.generate([request])) == tokens(cold)
+    wait_for(lambda: node.pids().get("kvstore", pid) != pid, 60, "another store")
+    wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
+
+
+def test_streams_of_a_killed_worker_take_up_their_prompts(node: Node) -> None:
+    """What their prompts' blocks were is loaded by the other rank."""
+    requests = [request_of(seed, 600, max_tokens=100) for seed in range(73, 77)]
+    before = records(node)
+    victim = node.pids()["worker-1"]
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(node.generate(requests)))
+    thread.start()
+
+    def decoding() -> set[tuple[int, str]]:
+        held = read_queues(node.run_dir.name)["requests"]
+        return {(r["slot"], r["request_id"]) for r in held if r["phase"] == "decode"}
+
+    wait_for(lambda: len(decoding()) == 4 and records(node) >= before + 20, 60, "stored prompts")
+    moved = {request for slot, request in decoding() if slot == 1}
+    os.kill(victim, signal.SIGKILL)
+
+    def loaded() -> set[str]:
+        held = read_queues(node.run_dir.name)["requests"]
+        return {r["request_id"] for r in held if r["slot"] == 0 and r["cached_tokens"] >= 512}
+
+    wait_for(lambda: moved <= loaded(), 60, "loaded prompts")
+    thread.join(240)
+    wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
+    assert got and tokens(got[0]) == tokens(node.generate(requests))
+    assert moved and cached(got[0]) == [0] * 4
+    assert_whole(node)
