@@ -369,11 +369,14 @@ class Scheduler:
         rank, rows = self.rank, decoders.num_rows
         most = self.config.max_num_batched_tokens - rows
         target_us = self.config.target_itl_ms * 1000
-        if not target_us or not rows or not self._cost.known:
+        if not target_us or not rows:
             return most
+        least = min(most, PROMPT_ROWS_MIN)
+        if not self._cost.known:
+            return least
         start = int(rank.t.planned[rank.prefilling[0].row]) if rank.prefilling else 0
         within = self._cost.rows_within(target_us, rows, decoders.context(rank), start, most)
-        return max(within, min(most, PROMPT_ROWS_MIN))
+        return max(within, least)
 
     def _evict(self, victim: Sequence, now_ns: int) -> None:
         """No block is left for its next token."""

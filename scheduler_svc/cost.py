@@ -2,35 +2,41 @@
 
 time = a + b * rows + c * context, where context is the sum over rows of the tokens that each may read:
 weights are read once (a), every row is multiplied (b) and attends to what precedes it (c). Fitted by
-least squares over all steps, older ones counting less and less.
+recursive least squares; a step makes what is known of steps like it count less, and of no others. So
+hours of equal steps do not wipe out what a long prompt has taught.
 """
 
 import numpy as np
 
-FORGET = 0.98  # weight of the past at each step
+FORGET = 0.98  # weight of the past of such steps at each step
 STEPS_MIN = 8  # steps before the estimate is used
 UNIT = np.array([1.0, 1e-2, 1e-5])  # scales of constant, rows and context, so that the fit is sound
-RIDGE = 1e-3  # keeps what was not varied at zero
+RIDGE = 1e-3  # keeps what was never varied at zero
+GROWTH = (
+    2  # a step has at most so many times the rows of the widest one seen: no leap into the dark
+)
 
 
 class StepCost:
     def __init__(self) -> None:
-        self._normal = np.zeros((3, 3))
-        self._right = np.zeros(3)
+        self._information = RIDGE * np.eye(3)
+        self._fitted = np.zeros(3)  # in units of UNIT; may be negative where little is known
         self._weights = np.zeros(3)  # us per constant, row, token of context
         self._steps = 0
+        self._widest = 0
 
     def observe(self, rows: int, context: int, us: int) -> None:
         """A step with so many rows took `us`; 0: its worker does not say."""
         if us <= 0:
             return
         x = np.array([1.0, rows, context]) * UNIT
-        self._normal = FORGET * self._normal + np.outer(x, x)
-        self._right = FORGET * self._right + us * x
+        seen = self._information @ x
+        self._information -= (1 - FORGET) / float(x @ seen) * np.outer(seen, seen)
+        self._information += np.outer(x, x)
+        self._fitted += np.linalg.solve(self._information, x * (us - float(x @ self._fitted)))
+        self._weights = np.maximum(self._fitted * UNIT, 0.0)
         self._steps += 1
-        ridge = RIDGE * np.eye(3) * max(1.0, float(np.trace(self._normal)) / 3)
-        fitted = np.linalg.solve(self._normal + ridge, self._right) * UNIT
-        self._weights = np.maximum(fitted, 0.0)
+        self._widest = max(self._widest, rows)
 
     @property
     def known(self) -> bool:
@@ -41,8 +47,8 @@ class StepCost:
 
     def rows_within(self, us: float, rows: int, context: int, start: int, most: int) -> int:
         """How many rows of a prompt, from position `start` on, a step with `rows` and `context` already
-        in it can take without exceeding `us`; 0 to `most`."""
-        low, high = 0, most
+        in it can take without exceeding `us`; 0 to `most`, and no leap beyond what was seen."""
+        low, high = 0, max(0, min(most, GROWTH * self._widest - rows))
         while low < high:
             count = (low + high + 1) // 2
             more = count * start + count * count // 2

@@ -38,7 +38,18 @@ def test_rows_within_a_time() -> None:
     assert law(16 + rows, 16_000 + more) == pytest.approx(6000, rel=0.15)
     assert cost.rows_within(6000, 16, 16_000, 8000, 4096) < rows  # later rows read more
     assert cost.rows_within(1, 16, 16_000, 0, 4096) == 0
-    assert cost.rows_within(1e9, 16, 16_000, 0, 4096) == 4096
+    assert cost.rows_within(1e9, 16, 16_000, 0, 400) == 400
+    assert (
+        cost.rows_within(1e9, 16, 16_000, 0, 4096) == 2 * 300 - 16
+    )  # no leap beyond what was seen
+
+
+def test_equal_steps_do_not_wipe_out_what_a_prompt_has_taught() -> None:
+    cost = taught(StepCost(), 200)
+    for _ in range(5000):
+        cost.observe(16, 16_000, law(16, 16_000, 2.0))  # and the machine has become slower
+    assert cost.predict_us(16, 16_000) == pytest.approx(law(16, 16_000, 2.0), rel=0.05)
+    assert cost.predict_us(300, 900_000) > law(300, 900_000)
 
 
 def test_nothing_is_claimed_early_or_from_silence() -> None:

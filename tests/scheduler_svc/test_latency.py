@@ -43,6 +43,25 @@ def test_streams_go_on_beside_saturated_prompts() -> None:
     assert done * 2000 > 0.7 * room * 6 * SECOND / (1.8 * UNLOADED_MS * MS)
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_the_first_prompt_after_a_quiet_time_does_not_stall_them(before: int) -> None:
+    """Whether or not a prompt has taught the scheduler, long ago, what rows cost."""
+    config = SchedulerConfig(target_itl_ms=1.8 * UNLOADED_MS, max_num_batched_tokens=8192)
+    world = Paced(config)
+    for number in range(before):
+        world.arrive(0, 500 + number, 6000, 1)
+    for number in range(STREAMS):
+        world.arrive(SECOND, number, 50, 4000)
+    world.arrive(5 * SECOND, 100, 16_000, 1)
+    world.run(7 * SECOND)
+    gaps = [
+        gap
+        for number in range(STREAMS)
+        for gap in np.diff([t for t in world.served[number].tokens_ns if t > 4 * SECOND]).tolist()
+    ]
+    assert max(gaps) / MS <= 2 * UNLOADED_MS
+
+
 def test_without_a_target_they_stall() -> None:
     """The measure can fail: this is what the target is for."""
     world = loaded(0.0)

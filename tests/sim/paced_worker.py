@@ -56,6 +56,8 @@ class Paced:
             if self._plans and self._done_ns <= arrival_ns:
                 self.now_ns = self._done_ns
                 self._finish(self._plans.pop(0))
+            elif not self._arrivals:
+                return  # what is under way ends later
             else:
                 self.now_ns = arrival_ns
                 self._submit(*heapq.heappop(self._arrivals))
