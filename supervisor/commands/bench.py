@@ -119,6 +119,20 @@ def kvstore(gib: float, directory: Path, as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--streams", type=click.IntRange(1, 64), default=8)
+@click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, help="Of each part.")
+@click.option("--model", default="random-tiny")
+@click.option("--margin", type=click.FloatRange(1.01, 100), default=1.6)
+@json_option
+def latency(streams: int, seconds: float, model: str, margin: float, as_json: bool) -> None:
+    """Running streams beside saturating prompts, and a short prompt behind a long one.
+
+    The target of a step's time is MARGIN times what the streams alone take; then the same without.
+    """
+    _run("latency", as_json, streams=streams, seconds=seconds, model=model, margin=margin)
+
+
+@bench.command()
 @click.option("--kills", type=click.IntRange(1, 1000), default=10)
 @click.option("--ranks", type=click.IntRange(2, 8), default=3)
 @click.option("--streams", type=click.IntRange(1, 256), default=12)
