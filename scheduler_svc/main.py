@@ -45,6 +45,7 @@ from phalanx.scheduler_svc.events import (
     StoreLost,
     WorkerLost,
 )
+from phalanx.scheduler_svc.garbage import Garbage
 from phalanx.scheduler_svc.seat import SeatLink
 
 SLICE_MS = 2.0  # longest sleep on the bell before the sockets get a look
@@ -92,6 +93,7 @@ class Shell:
         self._staging: Arena | None = None  # for what the KV store reads back; one for each worker
         self._stagings = 0
         self._done_ns = 0  # when the tokens of the last step were sent
+        self._garbage = Garbage()
 
     def run(self) -> None:
         self.service.ready()
@@ -179,6 +181,7 @@ class Shell:
         if self.core.busy:
             self._serve_worker(now_ns)
             return 0.0
+        self._garbage.when_idle(now_ns)
         due_ms = (self._hello_due_ns - now_ns) / 1e6
         if self.seat.expects_hello:
             due_ms = min(due_ms, HELLO_WAIT_MS)
@@ -196,6 +199,7 @@ class Shell:
                 continue
             now_ns = time.monotonic_ns()
             self._act(now_ns)
+            self._garbage.after_step()
 
     def _take_results(self, now_ns: int) -> bool:
         """Whether the worker said anything."""

@@ -39,8 +39,12 @@ def report(figures: dict[str, Any], as_json: bool) -> None:
         return
     rows = figures.pop("rows", None)
     table = Table(show_header=False)
+    parts: dict[str, dict[str, Any]] = {}  # with rows of their own
     for name, value in figures.items():
-        table.add_row(name, _shown(value))
+        if isinstance(value, dict) and "rows" in value:
+            parts[name] = value
+        else:
+            table.add_row(name, _shown(value))
     console.print(table)
     if rows:
         columns = list(rows[0])
@@ -48,6 +52,9 @@ def report(figures: dict[str, Any], as_json: bool) -> None:
         for row in rows:
             table.add_row(*(_shown(row[column]) for column in columns))
         console.print(table)
+    for name, part in parts.items():
+        console.print(f"{name}:")
+        report(part, as_json)
 
 
 def _shown(value: Any) -> str:
@@ -86,10 +93,13 @@ def ipc(as_json: bool) -> None:
 
 
 @bench.command()
+@click.option(
+    "--peer-python", metavar="PATH", help="An interpreter with vLLM, whose scheduler is compared."
+)
 @json_option
-def scheduler(as_json: bool) -> None:
+def scheduler(peer_python: str | None, as_json: bool) -> None:
     """CPU time of a decode step's scheduling at 16, 64 and 256 running requests."""
-    _run("scheduler", as_json)
+    _run("scheduler", as_json, peer_python=peer_python)
 
 
 @bench.command()
