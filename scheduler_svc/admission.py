@@ -1,9 +1,8 @@
 """Whether a sequence can be served here at all. Pure. What can never fit is refused with the numbers."""
 
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
@@ -102,25 +101,31 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
         )
     if not submit.prompt or len(submit.prompt) % 4 or len(submit.outputs) % 4:
         raise Refused(Code.BAD_REQUEST, "prompt and outputs are int32 ids, the prompt at least one")
-    ids = np.frombuffer(submit.prompt + submit.outputs, np.int32)
     sampling = submit.sampling
     if len(sampling.stop_token_ids) > STOP_IDS_MAX:
         raise Refused(
             Code.BAD_REQUEST,
             f"{len(sampling.stop_token_ids)} stop ids, at most {STOP_IDS_MAX} are allowed",
         )
-    named: dict[str, npt.NDArray[Any]] = {
-        "token": ids,
-        "stop": np.array(sampling.stop_token_ids, object),
-        "logit_bias": np.array(list(sampling.logit_bias), object),
-        "blocked": np.array(sampling.blocked_token_ids, object),
-        "predicted": np.array(sampling.predicted_token_ids, object),
-        "forced": np.array(sampling.forced_token_ids, object),
-    }
-    for name, values in named.items():
-        wrong = (values < 0) | (values >= vocab_size)
-        if wrong.any():
-            raise Refused(
-                Code.BAD_REQUEST,
-                f"{name} id {int(values[wrong][0])} is outside the vocabulary of {vocab_size}",
-            )
+    _check_packed(submit.prompt, vocab_size)
+    _check_packed(submit.outputs, vocab_size)
+    for name, ids in (
+        ("stop", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+        ("blocked", sampling.blocked_token_ids),
+        ("predicted", sampling.predicted_token_ids),
+        ("forced", sampling.forced_token_ids),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise _outside(name, ids, vocab_size)
+
+
+def _check_packed(ids: bytes, vocab_size: int) -> None:
+    # Read as unsigned, a negative id is a very large one.
+    if ids and np.frombuffer(ids, np.uint32).max() >= vocab_size:
+        raise _outside("token", np.frombuffer(ids, np.int32).tolist(), vocab_size)
+
+
+def _outside(name: str, ids: Iterable[int], vocab_size: int) -> Refused:
+    wrong = next(token for token in ids if not 0 <= token < vocab_size)
+    return Refused(Code.BAD_REQUEST, f"{name} id {wrong} is outside the vocabulary of {vocab_size}")

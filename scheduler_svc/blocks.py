@@ -35,6 +35,10 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """`count` free blocks, each held once. The caller has looked at `free`."""
         assert 0 <= count <= len(self._free)
+        if count == 1:  # what a running sequence grows by
+            block = self._free.pop()
+            self._refs[block] = 1
+            return [block]
         if count == 0:
             return []
         taken = self._free[: -count - 1 : -1]
@@ -49,11 +53,13 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
+        refs, free = self._refs, self._free
         for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} is free already"
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                self._free.append(block)
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} is free already"
+            refs[block] = left
+            if not left:
+                free.append(block)
 
     def check(self, holders: Iterable[Sequence[int]]) -> None:
         """Raises AssertionError unless `holders` account for every count and the rest is free."""

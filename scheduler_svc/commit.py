@@ -17,6 +17,7 @@ from phalanx.scheduler_svc.state import Sequence
 from phalanx.scheduler_svc.stops import STATUS_NAN, Rows, sample_error
 
 Bool = npt.NDArray[np.bool_]
+RUNNING = int(State.RUNNING)  # numpy takes an IntEnum for an object: four times slower
 
 Ended = tuple[Sequence, FinishReason, Code | None, str]
 
@@ -70,7 +71,7 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
         rows = np.concatenate((rows, np.array(firsts, np.intp)))
     fresh = Fresh(rows, t.output_tokens.take(rows), counts, tokens, result.logprobs)
     broken = _take_scores(flight, result, done)
-    alive = t.state.take(rows) == State.RUNNING
+    alive = t.state.take(rows) == RUNNING
     if broken:
         alive &= ~np.isin(rows, broken)
     if np.count_nonzero(alive) < len(alive):
