@@ -94,6 +94,11 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     http: HttpConfig = HttpConfig()
 
     @property
+    def exact(self) -> bool:
+        """A stream can be made again, after any fault, with the same tokens. Else it is logged."""
+        return self.worker.yoco_truncation == "off"
+
+    @property
     def run_path(self) -> Path:
         return Path(self.run_dir)
 

@@ -35,8 +35,10 @@ def status(
 
 def inexact(config: NodeConfig) -> tuple[str, ...]:
     """Settings under which a stream may differ from what another run, or a fault, would have given."""
+    if config.exact:
+        return ()
     mode = config.worker.yoco_truncation
-    return () if mode == "off" else (f"worker.yoco_truncation is {mode}: prompts are approximate",)
+    return (f"worker.yoco_truncation is {mode}: prompts are approximate",)
 
 
 def _process(process: Process, now_ns: int) -> ProcessStatus:

@@ -44,6 +44,7 @@ class Desk:
         seats: int = 2,
         capacity: int = 8,
         scrub_every_s: float = 0.0,
+        logged: bool = False,
     ) -> None:
         self.now = 0
         draws = iter(range(1, 10**6))
@@ -56,6 +57,7 @@ class Desk:
             capacity,
             lambda bits: next(draws),
             scrub_every_s=scrub_every_s,
+            logged=logged,
         )
         self.core = Core(settings, recovered, 0)
         self.bus: list[tuple[bytes, BusFromGateway]] = []

@@ -36,6 +36,7 @@ class Settings:
     history_bytes: int = 64 << 20
     history_ttl_s: int = 3600
     scrub_every_s: float = 0.0  # 0: never
+    logged: bool = False  # tokens could not be made again the same: they are journalled before told
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ forgotten. `docs/gateway.md` tells the story with its reasons.
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -81,6 +82,15 @@ ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt o
 CALLS_PER_LIFE = 1 << 40
 
 
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """Who waits for the log: so many tokens of a stream, or its end as well."""
+
+    stream: Stream
+    count: int
+    end: bool = False
+
+
 class Core:
     """See the module. Every `on_...` takes one event; after a batch of them, call `turn`."""
 
@@ -88,7 +98,7 @@ class Core:
         self._settings = settings
         self._model = settings.model
         self._bus: list[tuple[bytes, BusFromGateway]] = []
-        self._ledger: Ledger[Pending | Request] = Ledger()
+        self._ledger: Ledger[Pending | Request | Noted] = Ledger()
         self._admission = Admission(settings)
         first_call = settings.incarnation * CALLS_PER_LIFE
         self._texts = Texts(self._to_bus, first_call)
@@ -100,13 +110,14 @@ class Core:
             eos_token_id=settings.model.eos_token_id,
         )
         self._delivery = Delivery()
-        self._kept = Kept(settings.keep_undelivered_s * 1000 * MS)
+        self._kept = Kept(settings.keep_undelivered_s * 1000 * MS, settings.logged)
         self._history = History(
             settings.history_requests, settings.history_bytes, settings.history_ttl_s * 1000 * MS
         )
         self._replays = Replays(settings.draw, self._admission.number)
         self._scrubber = Scrubber(int(settings.scrub_every_s * 1000) * MS)
         self._probe: Entry | None = None  # for the scrubber, of the request that ended last
+        self._unlogged: list[Noted] = []  # the disk did not take them yet
         self._requests: dict[str, Request] = {}
         self._abort_calls: dict[str, list[tuple[bytes, int]]] = {}  # to be answered when durable
         self._hellos: dict[str, int] = {}  # newest incarnation of each service
@@ -165,7 +176,7 @@ class Core:
     @property
     def idle(self) -> bool:
         """Nothing is open and everything that can be told was told."""
-        open_here = self._admission.sequences or not self._replays.idle
+        open_here = self._admission.sequences or not self._replays.idle or self._unlogged
         return not open_here and self._ledger.idle and self._delivery.idle
 
     # ------------------------------------------------------------ clients
@@ -230,6 +241,8 @@ class Core:
         self._requests[request.request_id] = request
         self._accepted += 1
         self._sequences += len(request.streams)
+        for stream in request.streams:
+            stream.logged = 0 if self._settings.logged else None
         self._attach(request, pending.client, pending.message.call, now_ns)
         for stream in request.streams:
             self._placement.enqueue(stream)
@@ -451,9 +464,36 @@ class Core:
         if stream.silent:
             self._replayed(stream, now_ns)
             return
+        self._note(stream)
         self._texts.decode(stream)
         if stream.sampling.prompt_logprobs is not None:
             self._delivery.offer(self._requests[stream.request_id])
+
+    def _note(self, stream: Stream) -> None:
+        """Where a stream could not be made again, its tokens are told once they are on disk."""
+        if stream.logged is not None and (produced := stream.note()) is not None:
+            self._ledger.add(produced)
+            self._ledger.wait(Noted(stream, stream.noted))
+
+    def _logged(self, noted: Noted, failure: str) -> None:
+        """What was noted is on disk, or not yet: the journal tries again with whatever comes next."""
+        stream = noted.stream
+        if failure:
+            self._unlogged.append(noted)
+            return
+        assert stream.logged is not None
+        stream.logged = max(stream.logged, noted.count)
+        stream.end_logged |= noted.end
+        if (request := self._requests.get(stream.request_id)) is not None:
+            self._delivery.offer(request)
+
+    def _log_again(self) -> None:
+        """See `_logged`: here comes something."""
+        unlogged, self._unlogged = self._unlogged, []
+        if unlogged:
+            self._ledger.add(Alive())
+        for noted in unlogged:
+            self._ledger.wait(noted)
 
     def _shown(self, stream: Stream, now_ns: int) -> None:
         """The stream has new text, or its end."""
@@ -492,8 +532,11 @@ class Core:
         assert stream.final is not None
         self._recovering.pop(stream.number, None)
         request = self._requests[stream.request_id]
+        self._note(stream)
         if stream.final is not stream.recorded:
             self._ledger.add(Finish(stream.final))
+            if stream.logged is not None:
+                self._ledger.wait(Noted(stream, stream.noted, end=True))
         if stream.recorded is None:
             reason = stream.final.finish_reason
             self._finished[reason] = self._finished.get(reason, 0) + 1
@@ -525,10 +568,25 @@ class Core:
             final = stream.final
             if final is None or not request.missed(stream):
                 continue
+            if stream.logged is not None:
+                self._tell_from_log(request, stream, final)
+                continue
             stream.recorded, stream.final = final, None
             stream.clear()
             stream.sampling = msgspec.structs.replace(stream.sampling, max_tokens=final.offset)
             self._recovering[stream.number] = stream  # it may be of other numerics
+
+    def _tell_from_log(self, request: Request, stream: Stream, final: Final) -> None:
+        """Nothing is made again here: the text of the tokens in the log is."""
+        if len(stream.tokens) >= final.offset:
+            stream.recorded, stream.final = final, None
+            self._texts.decode(stream)
+            return
+        text = f"the log has {len(stream.tokens)} of its {final.offset} tokens: they cannot be told again"
+        view = request.view
+        assert view is not None
+        end = End("error", Code.INTERNAL, text)
+        view.ends[stream.index] = stream.final_of(end, view.cursors[stream.index])
 
     # ------------------------------------------------------------ replays
 
@@ -636,6 +694,8 @@ class Core:
         for waiter in self._ledger.settle(done):
             if isinstance(waiter, Request):
                 self._tell_abort(waiter)
+            elif isinstance(waiter, Noted):
+                self._logged(waiter, failure)
             elif failure:
                 text = f"the journal cannot be written ({failure}), so no request can be promised"
                 self._refuse(waiter, Refused(Code.OVERLOADED, text, RETRY_AFTER_MS))
@@ -656,9 +716,13 @@ class Core:
         self._requests[request.request_id] = request
         for stream in request.streams:
             stream.final = one.finals.get(stream.index)
+            if self._settings.logged:
+                stream.recover(one.produced)
+                stream.end_logged = stream.final is not None
             if stream.final is None:
                 self._sequences += 1
                 self._recovering[stream.number] = stream
+                self._texts.decode(stream)  # what the log has of it
             else:
                 self._admission.sequence_ended()
         if request.finished:
@@ -687,6 +751,7 @@ class Core:
 
     def _tick(self, now_ns: int) -> None:
         self._placement.tick(now_ns)
+        self._log_again()
         self._texts.tick(now_ns)
         for peer in self._texts.busy_peers():
             # Harmless to the living; that it cannot be sent tells that a tokenizer is gone.

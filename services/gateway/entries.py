@@ -35,6 +35,16 @@ class Finish(msgspec.Struct, frozen=True):
     final: Final
 
 
+class Produced(msgspec.Struct, frozen=True):
+    """Tokens `offset ...` of a sequence, on nodes where they could not be made again the same."""
+
+    request_id: str
+    index: int
+    offset: int
+    token_ids: bytes  # int32
+    logprobs: bytes = b""  # msgpack of one TokenLogprobs a token; empty: not asked for
+
+
 class Forget(msgspec.Struct, frozen=True):
     request_id: str
 
@@ -49,7 +59,7 @@ class Alive(msgspec.Struct, frozen=True):
     """Whatever has not ended is not abandoned: a gateway still works on it."""
 
 
-Op = Accept | Finish | Forget | Stamp | Alive
+Op = Accept | Produced | Finish | Forget | Stamp | Alive
 
 
 @dataclass(frozen=True)
@@ -58,3 +68,4 @@ class Recovered:
 
     entry: Entry
     finals: dict[int, Final] = field(default_factory=dict)
+    produced: tuple[Produced, ...] = ()  # by index, then offset; the same token may come twice

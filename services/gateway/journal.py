@@ -25,17 +25,21 @@ from phalanx.services.gateway.entries import (
     Finish,
     Forget,
     Op,
+    Produced,
     Recovered,
     Stamp,
 )
 
-VERSION = 1
+VERSION = 2  # 1 had no table of tokens
 _KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests
     (id TEXT PRIMARY KEY, created REAL, touched REAL, n INTEGER, fingerprint TEXT, entry BLOB)
     WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS finals (id TEXT, i INTEGER, at REAL, final BLOB, PRIMARY KEY (id, i))
+    WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS tokens
+    (id TEXT, i INTEGER, offset INTEGER, ids BLOB, logprobs BLOB, PRIMARY KEY (id, i, offset))
     WITHOUT ROWID;
 """
 
@@ -74,6 +78,7 @@ class Journal:
             with db:
                 db.execute("DELETE FROM requests WHERE touched < ?", (old,))
                 db.execute("DELETE FROM finals WHERE id NOT IN (SELECT id FROM requests)")
+                db.execute("DELETE FROM tokens WHERE id NOT IN (SELECT id FROM requests)")
         except (
             sqlite3.OperationalError
         ) as error:  # a full disk: what is there can be read all the same
@@ -82,6 +87,9 @@ class Journal:
         for request_id, index, encoded in db.execute("SELECT id, i, final FROM finals"):
             final = msgspec.msgpack.decode(encoded, type=Final)
             finals.setdefault(request_id, {})[index] = final
+        produced: dict[str, list[Produced]] = {}
+        for row in db.execute("SELECT id, i, offset, ids, logprobs FROM tokens ORDER BY 1, 2, 3"):
+            produced.setdefault(row[0], []).append(Produced(*row))
         recovered = []
         for encoded, fingerprint in db.execute(
             "SELECT entry, fingerprint FROM requests WHERE touched >= ? ORDER BY created, id",
@@ -89,7 +97,8 @@ class Journal:
         ):
             entry = msgspec.msgpack.decode(encoded, type=Entry)
             entry = msgspec.structs.replace(entry, fingerprint=fingerprint)
-            recovered.append(Recovered(entry, finals.get(entry.request_id, {})))
+            rid = entry.request_id
+            recovered.append(Recovered(entry, finals.get(rid, {}), tuple(produced.get(rid, ()))))
         return recovered
 
     def write(self, ops: Sequence[Op], now_s: float) -> None:
@@ -141,9 +150,11 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA journal_mode=WAL")
     db.execute("PRAGMA synchronous=FULL")
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version not in (0, VERSION):
+    if version not in range(VERSION + 1):
         raise sqlite3.DatabaseError(f"its version is {version}, this gateway writes {VERSION}")
-    if version == 0:  # else nothing is written here: a full disk must not hide what the file holds
+    if (
+        version < VERSION
+    ):  # else nothing is written here: a full disk must not hide what the file holds
         with db:
             db.executescript(_SCHEMA)
             db.execute(f"PRAGMA user_version={VERSION}")
@@ -153,8 +164,11 @@ def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
     match op:
         case Accept(entry):
             encoded = msgspec.msgpack.encode(entry)
-            row = (entry.request_id, now_s, now_s, entry.n, entry.fingerprint, encoded)
-            db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)", row)
+            begun = (entry.request_id, now_s, now_s, entry.n, entry.fingerprint, encoded)
+            db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)", begun)
+        case Produced():
+            row = (op.request_id, op.index, op.offset, op.token_ids, op.logprobs)
+            db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
         case Finish(final):
             end = (final.request_id, final.index, now_s, msgspec.msgpack.encode(final))
             db.execute("INSERT OR REPLACE INTO finals VALUES (?, ?, ?, ?)", end)
@@ -162,6 +176,7 @@ def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
         case Forget(request_id):
             db.execute("DELETE FROM requests WHERE id = ?", (request_id,))
             db.execute("DELETE FROM finals WHERE id = ?", (request_id,))
+            db.execute("DELETE FROM tokens WHERE id = ?", (request_id,))
         case Stamp(fingerprint):
             db.execute("UPDATE requests SET fingerprint = ? WHERE fingerprint = ''", (fingerprint,))
         case Alive():

@@ -11,8 +11,9 @@ KEPT_TOKENS_MAX = 4 << 20  # tokens in memory; beyond, the oldest are produced a
 
 
 class Kept:
-    def __init__(self, undelivered_ns: int) -> None:
-        self._undelivered_ns = undelivered_ns
+    def __init__(self, undelivered_ns: int, logged: bool = False) -> None:
+        """`logged`: tokens cannot be produced again; beyond the bound, whole requests go."""
+        self._undelivered_ns, self._logged = undelivered_ns, logged
         self._requests: dict[str, Request] = {}  # oldest first
         self._num_tokens = 0
 
@@ -25,7 +26,7 @@ class Kept:
             request.finished_ns = now_ns
             self._requests[request.request_id] = request
         self._count(request)
-        if self._num_tokens > KEPT_TOKENS_MAX:
+        if self._num_tokens > KEPT_TOKENS_MAX and not self._logged:
             self._empty_oldest()
 
     def forget(self, request: Request) -> None:
@@ -35,13 +36,15 @@ class Kept:
     def old(self, now_ns: int) -> Iterator[Request]:
         """Those whose time is over, and the oldest beyond the bound."""
         surplus = len(self._requests) - KEPT_MAX
+        too_many = self._num_tokens - KEPT_TOKENS_MAX if self._logged else 0
         for at, request in enumerate(list(self._requests.values())):
             assert request.finished_ns is not None
             if request.delivered_ns is not None:
                 over = now_ns - request.delivered_ns >= KEEP_NS
             else:
                 over = now_ns - request.finished_ns >= self._undelivered_ns
-            if over or at < surplus:
+            if over or at < surplus or (too_many > 0 and request.unread):
+                too_many -= request.kept_tokens
                 yield request
 
     def _count(self, request: Request) -> None:

@@ -193,6 +193,7 @@ def settings_of(service: Service) -> Settings:
         history_bytes=config.gateway.history_bytes,
         history_ttl_s=config.gateway.history_ttl_s,
         scrub_every_s=config.gateway.scrub_every_s,
+        logged=not config.exact,
     )
 
 

@@ -433,7 +433,8 @@ class Placement:
         for info in message.items:
             stream = find(info.request_id, info.index)
             aborted = info.finish_reason == "abort"  # an earlier place of the stream, left behind
-            if stream is not None and stream.place is None and adoptable(stream) and not aborted:
+            ours = stream is not None and stream.place is None and adoptable(stream)
+            if stream is not None and ours and not aborted and stream.fits(ids_of(info.outputs)):
                 self.adopt(stream, seat, info.attempt, now_ns)
                 if stream.sampling.logprobs is None:
                     item = TokensItem(

@@ -27,9 +27,10 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.protocol.seeds import derive_seed
-from phalanx.services.gateway.entries import Entry
+from phalanx.services.gateway.entries import Entry, Produced
 from phalanx.services.gateway.stops import StopScanner
 
+_LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
 PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
 TOKEN_BYTES = 40  # about what a token of a stream takes in memory
@@ -84,6 +85,11 @@ class Stream:
         self.falls = 0  # of the seats it was at, in a row, without a new token
         self.tokens_at_fall = 0
         self.sent = 0  # tokens that some client has got
+        # Where tokens could not be made again the same, they are journalled before they are told:
+        # how many are on disk (None: not such a node), how many on their way there, and the end.
+        self.logged: int | None = None
+        self.noted = 0
+        self.end_logged = False
         self.final: Final | None = None
         self.recorded: Final | None = None  # ended in an earlier life: run again only up to it
         self.clear()
@@ -118,6 +124,11 @@ class Stream:
             return False
         whole = self.final.finish_reason in ("stop", "length")
         return len(self.shown) < self.final.offset or (whole and not self.scored)
+
+    @property
+    def end_told(self) -> bool:
+        """Its end may be told, if it has one."""
+        return self.logged is None or self.end_logged
 
     @property
     def num_scores(self) -> int:
@@ -194,6 +205,33 @@ class Stream:
             if (last == eos_token_id and not s.ignore_eos) or last in s.stop_token_ids:
                 return End("stop")
         return End("length") if count >= s.max_tokens else None
+
+    # --- to and from the log ---
+
+    def note(self) -> Produced | None:
+        """The tokens that are not on their way to the log yet."""
+        start, self.noted = self.noted, len(self.tokens)
+        if start >= self.noted:
+            return None
+        logprobs = b""
+        if self.sampling.logprobs is not None:
+            logprobs = msgspec.msgpack.encode(self.logprobs[start : self.noted])
+        ids = array("i", self.tokens[start:]).tobytes()
+        return Produced(self.request_id, self.index, start, ids, logprobs)
+
+    def recover(self, produced: Sequence[Produced]) -> None:
+        """Take what the log has of it."""
+        for piece in produced:
+            if piece.index == self.index and piece.offset <= len(self.tokens):
+                new = len(self.tokens) - piece.offset
+                self.tokens += memoryview(piece.token_ids).cast("i").tolist()[new:]
+                if piece.logprobs:
+                    self.logprobs += _LOGPROBS.decode(piece.logprobs)[new:]
+        self.logged = self.noted = len(self.tokens)
+
+    def fits(self, outputs: Sequence[int]) -> bool:
+        """Whether a scheduler that has these outputs continues what the log has."""
+        return list(outputs[: len(self.tokens)]) == self.tokens
 
     def outputs(self) -> bytes:
         return array("i", self.tokens).tobytes()
@@ -284,6 +322,8 @@ class Stream:
         """What a client that has `start` tokens may read next."""
         end = len(self.shown) if self.final is None else min(len(self.shown), self.final.offset)
         end = min(end, start + most)
+        if self.logged is not None:
+            end = min(end, self.logged)
         if start >= end:
             return None
         return Delta(
@@ -395,11 +435,14 @@ class Request:
                 continue
             if (scores := stream.prompt_message(view.prompt_cursor)) is not None:
                 return scores
+            own = stream.index not in view.ends
+            if own and not self.entry.stream and not stream.end_told:
+                continue
             most = DELTA_TOKENS_MAX if self.entry.stream else len(stream.shown)
             if final is None or (cursor < final.offset):
                 if (delta := stream.delta(cursor, most)) is not None:
                     return delta
-            else:
+            elif stream.end_told or not own:
                 return final
         return None
 

@@ -171,8 +171,17 @@ class Running:
 class FakeScheduler:
     """The gateway's side of a scheduler: it keeps what is not acknowledged, and answers everything."""
 
-    def __init__(self, seat: int, incarnation: int, *, slots: int = 4, blocks: int = 1000) -> None:
-        self.seat, self.incarnation = seat, incarnation
+    def __init__(
+        self,
+        seat: int,
+        incarnation: int,
+        *,
+        slots: int = 4,
+        blocks: int = 1000,
+        inexact: bool = False,
+    ) -> None:
+        """`inexact`: the tokens depend on where a sequence was taken up, and by whom."""
+        self.seat, self.incarnation, self.inexact = seat, incarnation, inexact
         self.sequences: dict[tuple[str, int], Running] = {}
         self.over: dict[tuple[str, int], int] = {}
         self.worker = 0  # incarnation; 0: none
@@ -294,7 +303,8 @@ class FakeScheduler:
         if one.submit.sampling.max_tokens == 0:
             one.finish = "length"
             return
-        one.outputs.append(token_at(seed, one.submit.prompt, len(one.outputs)))
+        salt = b"%d.%d" % (one.submit.attempt, self.seat) if self.inexact else b""
+        one.outputs.append(token_at(seed, one.submit.prompt + salt, len(one.outputs)))
         self._ended(one)
 
     def _ended(self, one: Running) -> bool:

@@ -46,6 +46,7 @@ from phalanx.services.gateway.entries import (
     Finish,
     Forget,
     Op,
+    Produced,
     Recovered,
     Stamp,
 )
@@ -86,6 +87,7 @@ class Disk:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.finals: dict[str, dict[int, Final]] = {}
+        self.produced: dict[str, list[Produced]] = {}
         self.full = False
 
     def apply(self, op: Op) -> None:
@@ -94,9 +96,12 @@ class Disk:
                 self.entries[entry.request_id] = entry
             case Finish(final):
                 self.finals.setdefault(final.request_id, {})[final.index] = final
+            case Produced():
+                self.produced.setdefault(op.request_id, []).append(op)
             case Forget(request_id):
                 self.entries.pop(request_id, None)
                 self.finals.pop(request_id, None)
+                self.produced.pop(request_id, None)
             case Stamp(fingerprint):
                 for entry in list(self.entries.values()):
                     if not entry.fingerprint:
@@ -107,7 +112,11 @@ class Disk:
 
     def recovered(self) -> list[Recovered]:
         return [
-            Recovered(entry, dict(self.finals.get(request_id, {})))
+            Recovered(
+                entry,
+                dict(self.finals.get(request_id, {})),
+                tuple(sorted(self.produced.get(request_id, ()), key=lambda p: (p.index, p.offset))),
+            )
             for request_id, entry in self.entries.items()
         ]
 
@@ -135,6 +144,7 @@ class World:
         seats: int = 3,
         tokenizers: int = 2,
         max_open: int = 10_000,
+        inexact: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.faults = faults if faults is not None else Faults()
@@ -144,6 +154,7 @@ class World:
         self._order = 0
         self._core_type = core
         self._max_open = max_open
+        self._inexact = inexact  # what is computed anew gives other tokens
         self.disk = Disk()
         self.gateway: Core | None = None
         self.gateway_incarnation = 0
@@ -193,6 +204,7 @@ class World:
             keep_undelivered_s=600,
             seat_capacity=8,
             draw=self.rng.getrandbits,
+            logged=self._inexact,
         )
         self.gateway = self._core_type(settings, self.disk.recovered(), self.now)
         self.told.clear()
@@ -323,7 +335,7 @@ class World:
 
     def start_scheduler(self, seat: int) -> None:
         self.scheduler_incarnations[seat] += 1
-        scheduler = FakeScheduler(seat, self.scheduler_incarnations[seat])
+        scheduler = FakeScheduler(seat, self.scheduler_incarnations[seat], inexact=self._inexact)
         self.schedulers[seat] = scheduler
         self._set_seat(seat, scheduler_incarnation=scheduler.incarnation)
         self._look(scheduler)

@@ -18,7 +18,16 @@ from gateway_node import GatewayNode, wait_for
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Final, Sampling, Usage
-from phalanx.services.gateway.entries import Accept, Alive, Entry, Finish, Forget, Op, Stamp
+from phalanx.services.gateway.entries import (
+    Accept,
+    Alive,
+    Entry,
+    Finish,
+    Forget,
+    Op,
+    Produced,
+    Stamp,
+)
 from phalanx.services.gateway.journal import Journal, JournalWriter
 
 LOG = structlog.get_logger()
@@ -58,6 +67,41 @@ def test_what_is_written_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (first.entry, first.finals) == (entry(1), {1: final(1, 1)})
     assert (third.entry, third.finals) == (entry(3), {})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_log_of_tokens_comes_back_in_order_and_goes_with_its_request(tmp_path: Path) -> None:
+    def piece(number: int, index: int, offset: int, ids: bytes) -> Produced:
+        return Produced(f"{number:032x}", index, offset, ids, b"logprobs")
+
+    path = tmp_path / "j.sqlite"
+    pieces = [piece(1, 1, 0, b"ffff"), piece(1, 0, 2, b"aaaa"), piece(1, 0, 0, b"bbbb")]
+    journal = open_journal(path)
+    journal.write([Accept(entry(1)), Accept(entry(2)), *pieces, piece(2, 0, 0, b"cccc")], 1000.0)
+    journal.write([piece(1, 0, 0, b"bbbbdddd"), Forget(entry(2).request_id)], 1001.0)
+    journal.close()
+    journal = open_journal(path)
+    (one,) = journal.load(1002.0)
+    assert one.produced == (piece(1, 0, 0, b"bbbbdddd"), pieces[1], pieces[0])
+    assert journal.load(1002.0 + TTL_S) == []
+    journal.close()
+    with sqlite3.connect(path) as db:
+        assert db.execute("SELECT count(*) FROM tokens").fetchone() == (0,)
+    db.close()
+
+
+def test_a_journal_of_the_version_before_is_read_and_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(1))], 1000.0)
+    journal.close()
+    with sqlite3.connect(path) as db:
+        db.executescript("DROP TABLE tokens; PRAGMA user_version=1")
+    db.close()
+    journal = open_journal(path)
+    assert [one.entry for one in journal.load(1001.0)] == [entry(1)]
+    journal.write([Produced(entry(1).request_id, 0, 0, b"aaaa")], 1001.0)
+    assert len(journal.load(1001.0)[0].produced) == 1
+    journal.close()
 
 
 def test_old_entries_are_deleted(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 from phalanx.protocol.log import setup_logging
 from phalanx.protocol.messages import Final, Sampling, Usage
 from phalanx.services.gateway import journal as module
-from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Stamp
+from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Op, Produced, Stamp
 from phalanx.services.gateway.journal import Journal
 from sim.lossy_files import Connection, Event, Mark, RecordingVFS, acknowledged, crash, moments
 
-State = dict[str, tuple[Entry, dict[int, Final]]]
+# Of each request what it was, its ends, and the log of its tokens by (index, offset).
+State = dict[str, tuple[Entry, dict[int, Final], dict[tuple[int, int], bytes]]]
 BATCHES, CRASHES = 60, 300
 TTL_S = 3600.0
 
@@ -31,6 +32,10 @@ def batches(rng: random.Random) -> list[list[Op]]:
                 ops.append(Forget(alive.pop(rng.randrange(len(alive)))))
             elif alive and rng.random() < 0.5:
                 rid, index = rng.choice(alive), rng.randrange(2)
+                if rng.random() < 0.5:
+                    ids = rng.randbytes(4 * rng.randint(1, 90))
+                    ops.append(Produced(rid, index, number, ids, b"p"))
+                    continue
                 ops.append(Finish(Final(rid, index, number, "length", Usage(1, number))))
             else:
                 rid = f"{number:016x}{at:016x}"
@@ -44,11 +49,13 @@ def batches(rng: random.Random) -> list[list[Op]]:
 
 
 def after(state: State, ops: list[Op]) -> State:
-    state = {rid: (entry, dict(finals)) for rid, (entry, finals) in state.items()}
+    state = {rid: (entry, dict(ends), dict(log)) for rid, (entry, ends, log) in state.items()}
     for op in ops:
         match op:
             case Accept(entry):
-                state[entry.request_id] = (entry, {})
+                state[entry.request_id] = (entry, {}, {})
+            case Produced():
+                state[op.request_id][2][op.index, op.offset] = op.token_ids
             case Finish(final):
                 state[final.request_id][1][final.index] = final
             case Forget(request_id):
@@ -84,7 +91,14 @@ def survives(folder: Path, files: dict[str, bytes], allowed: list[State]) -> boo
     for name, content in files.items():
         (folder / name).write_bytes(content)
     journal = Journal(folder / "journal.db", TTL_S, setup_logging(folder, "gateway", 1, "error"))
-    found = {one.entry.request_id: (one.entry, one.finals) for one in journal.load(1100.0)}
+    found = {
+        one.entry.request_id: (
+            one.entry,
+            one.finals,
+            {(piece.index, piece.offset): piece.token_ids for piece in one.produced},
+        )
+        for one in journal.load(1100.0)
+    }
     journal.close()
     aside = list(folder.glob("*unreadable*"))
     return found in allowed and not aside

@@ -1,0 +1,215 @@
+"""Nodes whose streams could not be made again the same (`status` names why): tokens are on disk before they are told,
+and what was told never changes, whoever dies. The simulated ranks give other tokens after every move."""
+
+import random
+from array import array
+
+import msgspec
+import pytest
+from gateway_desk import MODEL, T0, Desk
+
+from phalanx.protocol.digests import tokens_digest
+from phalanx.protocol.messages import (
+    AbortSequence,
+    Attach,
+    Decode,
+    Decoded,
+    DecodedItem,
+    Delta,
+    Final,
+    Hello,
+    Sampling,
+    SequenceInfo,
+    Tokens,
+    TokensItem,
+    Usage,
+)
+from phalanx.protocol.topology import Seat, Topology
+from phalanx.services.client_flow import Flow, Spec
+from phalanx.services.gateway.entries import Entry, Finish, Produced, Recovered
+from phalanx.services.gateway.streams import Stream
+from sim.gateway_world import (
+    CALM_NS,
+    MS,
+    Faults,
+    SimClient,
+    World,
+    check_nothing_left,
+    nothing_left,
+)
+from sim.gateway_world import random_spec as any_spec
+
+Told = list[tuple[tuple[int, ...], str, str]]
+
+
+def random_spec(rng: random.Random) -> Spec:
+    spec = any_spec(rng)
+    most = spec.sampling.max_tokens
+    sampling = msgspec.structs.replace(
+        spec.sampling, prompt_logprobs=None, max_tokens=1 if most == 0 else most
+    )
+    return Spec(spec.prompt, sampling, n=spec.n, stream=spec.stream)
+
+
+def told(flow: Flow) -> Told:
+    return [(r.token_ids, r.text, r.finish_reason) for r in flow.results()]
+
+
+def run_seed(seed: int) -> None:
+    """A story under faults. Whoever reads a stream again from its start is told what the first reader was."""
+    world = World(seed, Faults(), inexact=True)
+    clients = [world.client(), world.client()]
+    for _ in range(8):
+        world.run(world.rng.randint(0, 400) * MS)
+        world.generate(world.rng.choice(clients), random_spec(world.rng))
+    world.run(1000 * MS)
+    world.calm()
+    again: dict[int, Flow] = {}
+
+    def read_again() -> bool:
+        for number, (_, client, flow) in enumerate(world.flows):
+            if flow.done and number not in again:
+                again[number] = attach(world, client, flow.request_id)
+        return len(again) == len(world.flows) and all(flow.done for flow in again.values())
+
+    world.run(CALM_NS, until=read_again)
+    assert read_again(), "something never ended"
+    for number, (spec, _, flow) in enumerate(world.flows):
+        assert flow.error is None and again[number].error is None
+        assert told(flow) == told(again[number])
+        for one in flow.sequences:
+            assert one.final is not None and one.final.finish_reason in ("stop", "length")
+            assert one.final.offset == len(one.token_ids)
+            if spec.sampling.logprobs is not None:
+                assert len(one.logprobs) == len(one.token_ids)
+    world.run(15_000 * MS, until=lambda: nothing_left(world))
+    check_nothing_left(world)
+
+
+def attach(world: World, client: SimClient, request_id: str) -> Flow:
+    return client.core.attach(request_id, (), world.now, None)
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_what_was_told_never_changes(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        try:
+            run_seed(seed)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def _told_before_logged(patch: pytest.MonkeyPatch) -> None:
+    original = Stream.note
+
+    def note(self: Stream) -> Produced | None:
+        produced = original(self)
+        self.logged, self.end_logged = len(self.tokens), True
+        return produced
+
+    patch.setattr(Stream, "note", note)
+
+
+def _log_not_read(patch: pytest.MonkeyPatch) -> None:
+    def recover(self: Stream, produced: object) -> None:
+        self.logged = self.noted = 0
+
+    patch.setattr(Stream, "recover", recover)
+
+
+@pytest.mark.parametrize("plant", [_told_before_logged, _log_not_read])
+def test_a_planted_bug_is_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)  # type: ignore[operator]
+    for seed in range(60):
+        try:
+            run_seed(seed)
+        except AssertionError:
+            return
+    raise AssertionError("60 seeds did not find it")
+
+
+R = "r" * 32
+
+
+def entry(sampling: Sampling | None = None) -> Entry:
+    sampling = sampling or Sampling(seed=1, max_tokens=9)
+    return Entry(R, b"\5\0\0\0", sampling, 1, True, "", b"", MODEL.name, "f1")
+
+
+def piece(offset: int, *ids: int, index: int = 0) -> Produced:
+    return Produced(R, index, offset, array("i", ids).tobytes())
+
+
+def restarted(recovered: Recovered, *running: SequenceInfo) -> Desk:
+    """A new gateway, with an old log, and a scheduler that runs something."""
+    desk = Desk(recovered, seats=0, logged=True)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"),), b"", "f1"), 0)
+    desk.scheduler(0, 1, *running)
+    desk.says(T0, Hello("tokenizer-0", "tokenizer", 1))
+    return desk
+
+
+def test_nothing_is_told_before_it_is_on_disk() -> None:
+    desk = Desk(logged=True)
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    item = TokensItem(rid, 0, submit.attempt, 0, (10, 11), "length")
+    desk.core.on_bus(seat, Tokens(0, 1, 1, (item,)), desk.now)
+    desk.turn(commit=False)
+    ((tokenizer, decode),) = desk.sent(Decode)
+    assert isinstance(decode, Decode)
+    shown = DecodedItem(decode.items[0].stream, ("[10]", "[11]"), "", b"")
+    desk.core.on_bus(tokenizer, Decoded(decode.call, (shown,)), desk.now)
+    desk.turn(commit=False)
+    produced, finish = desk.ops[-2:]
+    assert produced == Produced(rid, 0, 0, array("i", (10, 11)).tobytes())
+    assert isinstance(finish, Finish) and desk.told() == [] and not desk.core.idle
+    desk.core.on_journal(10**6, "no space", desk.now)  # and once more
+    assert desk.told() == []
+    desk.passes(100)
+    delta, final = desk.told()
+    assert isinstance(delta, Delta) and delta.token_ids == (10, 11)
+    assert isinstance(final, Final) and final.offset == 2 and desk.core.idle
+
+
+def test_a_stream_goes_on_from_its_log() -> None:
+    desk = restarted(Recovered(entry(), {}, (piece(0, 10), piece(1, 11))))
+    ((seat, submit),) = desk.submits()
+    assert submit.outputs == array("i", (10, 11)).tobytes()
+    desk.decodes()
+    desk.asks(Attach(1, R))
+    _, delta = desk.told()
+    assert isinstance(delta, Delta) and delta.token_ids == (10, 11)
+    desk.produces(seat, submit, 2, 12, finish="length")
+    desk.decodes()
+    delta, final = desk.told()
+    assert isinstance(delta, Delta) and delta.token_ids == (12,) and isinstance(final, Final)
+
+
+@pytest.mark.parametrize("outputs", [(10,), (10, 99), (10, 99, 12)])
+def test_a_scheduler_that_has_other_tokens_than_the_log_is_not_adopted(
+    outputs: tuple[int, ...],
+) -> None:
+    info = SequenceInfo(R, 0, 33, array("i", outputs).tobytes(), None)
+    desk = restarted(Recovered(entry(), {}, (piece(0, 10, 11),)), info)
+    ((_, submit),) = desk.submits()
+    assert submit.outputs == array("i", (10, 11)).tobytes() and submit.attempt > 33
+    ((_, abort),) = desk.sent(AbortSequence)
+    assert isinstance(abort, AbortSequence) and abort.attempt == 33
+
+
+def test_what_has_ended_is_told_again_from_the_log_without_a_rank() -> None:
+    final = Final(R, 0, 2, "length", Usage(1, 2), digest=tokens_digest(0, (10, 11)))
+    desk = restarted(Recovered(entry(), {0: final}, (piece(0, 10, 11),)))
+    desk.asks(Attach(1, R, (1,), (tokens_digest(0, (10,)),)))
+    desk.decodes()
+    _, delta, told = desk.told()
+    assert delta == Delta(R, 0, 1, (11,), "[11]") and told == final and not desk.submits()
+
+
+def test_overlapping_pieces_of_the_log_are_one_stream() -> None:
+    stream = Stream(entry(), 0, 1)
+    stream.recover([piece(0, 5, 6), piece(1, 6, 7), piece(3, 8), piece(0, 1, index=1), piece(9, 1)])
+    assert stream.tokens == [5, 6, 7, 8] and stream.logged == 4
+    assert stream.fits((5, 6, 7, 8, 9))
+    assert not stream.fits((5, 6, 7)) and not stream.fits((5, 6, 7, 9))
