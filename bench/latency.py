@@ -35,6 +35,7 @@ MARGIN = (
 STREAM_PROMPT, LOAD_PROMPT = 24, 1500
 WAITING_PROMPTS = 4  # always so many at once while prompts saturate
 SHORT_PROMPT, LONG_PROMPT = 100, 16_000
+STEADY = 1.25  # of the undisturbed times of both nodes: else the machine itself changed meanwhile
 REPEATS = 3  # of the short prompt, alone and behind the long one
 WARM_S = 2.0  # of the streams, before anything is measured
 _TOKENS_MAX = 20_000
@@ -66,7 +67,9 @@ def run(
         off = _policy(served, 0.0, streams, seconds)
         target_ms = round(margin * off["unloaded_p50_ms"], 3)
         on = _policy(served, target_ms, streams, seconds)
+    quiet = sorted(row["unloaded_p50_ms"] for row in (on, off))
     return {
+        "steady": quiet[1] <= STEADY * quiet[0],
         "rows": [on, off],
         "p99_ratio": on["p99_ratio"],
         "p99_ratio_off": off["p99_ratio"],
