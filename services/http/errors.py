@@ -16,6 +16,7 @@ _STATUS = {
     Code.OVERLOADED: 429,
     Code.NAN_LOGITS: 500,
     Code.INTERNAL: 500,
+    Code.STREAM_CHANGED: 500,
     Code.NOT_READY: 503,
     Code.SHUTDOWN: 503,
     Code.KV_PRESSURE: 503,

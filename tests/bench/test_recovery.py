@@ -4,9 +4,11 @@ import random
 
 import pytest
 
-from phalanx.bench.recovery import run
-from phalanx.bench.recovery_load import LONG_PROMPT, Sequence, requests
+from phalanx.bench.recovery import Figures, _compare, run
+from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
 from phalanx.bench.recovery_watch import Change, Mark, change_in
+from phalanx.protocol.messages import Sampling
+from phalanx.services.client import Spec
 
 
 def test_a_change_is_stop_publish_and_go() -> None:
@@ -32,6 +34,17 @@ def test_half_of_the_prompts_are_long_and_every_kind_occurs() -> None:
     again = requests(random.Random(1), 12, known)
     assert [spec.prompt for spec in again] == [spec.prompt for spec in specs]
     assert again[6].sampling.predicted_token_ids == (6, 7)
+
+
+def test_a_changed_token_and_a_lost_stream_are_counted() -> None:
+    """The control: with other tokens, as of a rank that is one ulp off, the figures say so."""
+    load = Load([Spec([5], Sampling(seed=1)), Spec([5], Sampling(seed=2))])
+    wanted = {(at, 0): Sequence(at, 0, tokens=[7, 8, 9], finish="length") for at in range(2)}
+    changed = Sequence(0, 0, tokens=[7, 8, 4], finish="length")
+    lost = Sequence(1, 0, tokens=[7])
+    figures = Figures()
+    _compare(Played([changed, lost, wanted[1, 0]], 1.0), wanted, load, figures)
+    assert (figures.changed, figures.lost, figures.compared) == (1, 1, 3)
 
 
 @pytest.mark.process
