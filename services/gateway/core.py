@@ -330,12 +330,13 @@ class Core:
         """End what is open. Clients hear of it once the journal has it: it never comes back to life."""
         ended = [stream for stream in request.streams if stream.final is None]
         for stream in ended:
-            stream.finish(end, _reached(request, stream))
-            self._placement.release(stream, "abort")
-            self._ended(stream, now_ns)
-        if ended:
+            final = stream.final_of(end, _reached(request, stream))
+            self._end_with(request, stream, final, now_ns)
+        if any(stream.final is not stream.recorded for stream in ended):
             request.held = True
             self._ledger.wait(request)
+        elif ended:  # what was only told again: the journal has its end already
+            self._tell_abort(request)
 
     def _stats(self, call: int) -> StatsReply:
         return StatsReply(

@@ -736,6 +736,24 @@ def test_an_aborted_request_does_not_come_back_to_life() -> None:
     assert desk.told()[1:] == [Delta("r" * 32, 0, 0, (10, 11), "[10][11]"), final]
 
 
+def test_an_abort_while_it_is_made_again_changes_no_end() -> None:
+    """Who aborts hears of an abort; what the journal has of it stays."""
+    from phalanx.protocol.messages import Usage
+
+    ended = Final("r" * 32, 0, 2, "length", Usage(1, 2))
+    desk = Desk(Recovered(entry(), {0: ended}))
+    desk.passes(4_000)
+    desk.asks(Attach(1, "r" * 32))
+    assert len(desk.submits()) == 1
+    desk.ops.clear()
+    desk.asks(Abort(2, "r" * 32))
+    (_, done, abort) = desk.told()
+    assert isinstance(abort, Final) and (abort.offset, abort.finish_reason) == (0, "abort")
+    assert done == Done(2) and not desk.ops
+    desk.asks(Attach(3, "r" * 32, (2,)))
+    assert desk.told()[1:] == [ended]
+
+
 # --- questions and the end ---
 
 
