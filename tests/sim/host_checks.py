@@ -118,7 +118,8 @@ class Checks:
         self.word_ns = self.host.now_ns
         if epoch % 2 == 1:
             self.require(self.worker_changes > 0, f"epoch {epoch} without a change of membership")
-            self.worker_changes = 0
+            # Deaths that the core has not heard of yet are reasons still to come.
+            self.worker_changes = sum(map(self._unheard, self.host.children.values()))
             return
         self.require(epoch == self.host.word + 1, f"epoch {epoch} after {self.host.word}")
         topology = self.host.topology
@@ -129,6 +130,11 @@ class Checks:
         for seat, incarnation in self.running:
             ready = self.go_acks.get((seat, incarnation)) == epoch
             self.require(ready, f"epoch {epoch} runs, worker-{seat}#{incarnation} is not ready")
+
+    def _unheard(self, child: "Child") -> bool:
+        known = self.host.core.processes[child.spec.name]
+        same = known.incarnation == child.incarnation
+        return child.spec.kind == "worker" and not child.alive and same and known.alive
 
     def _publish(self, topology: Topology) -> None:
         group = [(s.seat, s.worker_incarnation) for s in topology.seats if s.state == "member"]

@@ -55,6 +55,7 @@ class World:
         self.disk, self.disk_was_full = Disk(), False
         self.keyed: dict[bytes, Any] = {}
         self.steps = self.lives = 0
+        self.over = False  # everything has been checked: the node only has to end
         self.shut_down = False  # some life ended cleanly, so its open requests ended with it
         self.clients = [SimClient(self, number) for number in range(self.shape.clients)]
         self.readings: list[Reading] = []
@@ -86,9 +87,10 @@ class World:
             self.clock.after(self.rng.randint(50, 3000) * MS, self._start_node)
 
     def node_ended(self, node: Node, finished: Finished) -> None:
-        """It gave up, or was told to end; somebody starts it again."""
+        """It gave up, or was told to end; somebody starts it again, except at the end of the run."""
         if finished.code != ExitCode.OK:
             node.checks.settled()
+        if not self.over:
             self.clock.after(0, self.kill_node)
 
     def make_gateway(self, *args: Any) -> Core:
@@ -147,6 +149,8 @@ class World:
 
     def _check_one_final(self, gateway: GatewayBody, final: Final) -> None:
         """However often it is told, to whomever and by which gateway: there is one."""
+        if final.finish_reason == "abort" and self.asks[final.request_id].aborted:
+            return  # for the one who aborts, also while it is told again what had ended
         key = (final.request_id, final.index)
         first = self.finals.setdefault(key, final)
         same = (first.finish_reason, first.offset) == (final.finish_reason, final.offset)
@@ -288,6 +292,7 @@ class World:
 
     def _end(self, node: Node) -> None:
         """A clean shutdown leaves nothing alive."""
+        self.over = True
         node.feed(ShutdownAsked(self.rng.choice((0, 500, 3000))))
         self.clock.advance(self.now_ns + 30_000 * MS, lambda: node.finished is not None)
         node.checks.finished()
@@ -298,6 +303,8 @@ class World:
         """Whether a request may have been refused so."""
         if error.code is Code.BAD_REQUEST:
             return self._never_fits(ask)
+        if error.code is Code.SHUTDOWN:
+            return self.shut_down
         if error.code is Code.INTERNAL:  # the tokenizers died over it
             node = self.node
             assert node is not None
@@ -311,6 +318,8 @@ class World:
 
     def may_end(self, ask: Ask, final: Final) -> bool:
         """Whether a sequence may have ended so, before its stream's end."""
+        if final.code is Code.SHUTDOWN:
+            return self.shut_down and final.finish_reason == "abort"
         if final.finish_reason == "abort":
             return ask.aborted and final.code is None
         if final.code is Code.KV_PRESSURE:

@@ -18,7 +18,7 @@ from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Flow, Spec
 from phalanx.services.gateway.validate import sampling_for
 from sim.gateway_fakes import Expected, cut_at_its_end, encode_text
-from sim.hash_worker import VOCAB, WINDOW, entries, fault_free
+from sim.hash_worker import VOCAB, WINDOW, entries, fault_free, fault_free_scores
 from sim.world_body import MS
 from sim.world_gateway import DEFAULT_MAX_TOKENS, MODEL
 from sim.world_wires import Wire
@@ -134,6 +134,7 @@ def random_ask(rng: Random, shape: Any, number: int) -> Ask:
         stop_token_ids=rng.choice(((), (), (3, 4))),
         ignore_eos=rng.random() < 0.7,
         logprobs=rng.choice((None, None, 0)),
+        prompt_logprobs=rng.choice((None,) * 5 + (0, 2)),
         predicted_token_ids=_predicted(rng, ids, seed),
         forced_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 0, 0, 3)))),
     )
@@ -186,6 +187,7 @@ class Reading:
             assert isinstance(error, Refused), f"{error!r}"
             assert world.may_refuse(self.ask, error), f"refused: {error}"
             return
+        self._check_scores()
         for index, one in enumerate(self.flow.sequences):
             final = one.final
             assert final is not None
@@ -204,6 +206,18 @@ class Reading:
             assert world.may_end(self.ask, final), (
                 f"{self.what(index)}: {final}, not {right.reason}"
             )
+
+    def _check_scores(self) -> None:
+        """Of the prompt: all, from one who read from the beginning what ended by itself."""
+        num_top, flow = self.ask.spec.sampling.prompt_logprobs, self.flow
+        whole = flow.generate is not None and not self.ask.aborted
+        final = flow.sequences[0].final
+        if num_top is None or not whole or final is None or final.code is not None:
+            return
+        got = [entry for entry in flow.prompt_logprobs if entry is not None]
+        if final.finish_reason in ("stop", "length"):
+            right = fault_free_scores(self.ask.prompt, num_top)
+            assert got == right, f"{self.what(0)}: {len(got)} prompt logprobs for {len(right)}"
 
     def what(self, index: int) -> str:
         return f"{self.flow.request_id}/{index}"

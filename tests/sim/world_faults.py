@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from phalanx.supervisor.events import ShutdownAsked
 from sim.host import Child
 from sim.world_body import MS
 
@@ -23,6 +24,8 @@ class Faults:
             )
         for _ in range(shape.node_deaths):
             world.clock.after(self.rng.randrange(shape.faults_ns), self._node_dies)
+        if shape.shut_down:
+            world.clock.after(self.rng.randrange(shape.faults_ns), self._shut_down)
         if shape.disk_full:
             world.clock.after(self.rng.randrange(shape.faults_ns), self._disk_full)
         for client in list(world.clients):
@@ -41,7 +44,7 @@ class Faults:
             self._strike_at(self.rng.randrange(WAIT_NS), patience - 1)
             return
         kind = self.rng.choice(
-            ("one", "one", "one", "gateway", "scheduler", "two", "seat", "all but one", "workers")
+            ("one",) * 3 + ("gateway",) * 2 + ("scheduler", "two", "seat", "all but one", "workers")
         )
         for child in self._victims(node, kind):
             self._hit(node, child, kind)
@@ -81,6 +84,14 @@ class Faults:
     def _node_dies(self) -> None:
         if self.world.faulty and self.world.node is not None:
             self.world.kill_node()
+
+    def _shut_down(self) -> None:
+        """Somebody stops the node in good order, and somebody starts it again."""
+        node = self.world.node
+        if self.world.faulty and node is not None and not node.gone and node.finished is None:
+            self.world.shut_down = True
+            node.story.append(f"{node.now_ns / 1e9:.3f} shutdown")
+            node.feed(ShutdownAsked(self.rng.choice((0, 500, 3000))))
 
     def _disk_full(self) -> None:
         if self.world.faulty:

@@ -62,6 +62,7 @@ class Node(Host):
     gone: bool = False  # the supervisor is dead, and everything with it
     topology_version: int = 0
     bodies: dict[str, Body] = field(default_factory=dict[str, Body])
+    workers: dict[int, WorkerBody] = field(default_factory=dict[int, WorkerBody])  # by seat
     lines: dict[bytes, Line] = field(default_factory=dict[bytes, Line])
     posted: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
     links: dict[tuple[int, int], MemoryLink] = field(
@@ -135,6 +136,8 @@ class Node(Host):
         if child.said_ready and child.body is None:
             child.body = BODIES[child.spec.kind](self, child)
             self.bodies[child.spec.name] = child.body
+            if isinstance(child.body, WorkerBody):
+                self.workers[child.spec.seat] = child.body
 
     def _signal(self, child: Child | None, incarnation: int, number: int) -> None:
         body = child.body if child is not None else None
@@ -198,8 +201,8 @@ class Node(Host):
             body.wake()
 
     def worker(self, seat: int) -> WorkerBody | None:
-        body = self.bodies.get(f"worker-{seat}")
-        return body if isinstance(body, WorkerBody) and body.alive else None
+        body = self.workers.get(seat)
+        return body if body is not None and body.alive else None
 
     def look(self, child: Child) -> None:
         self._look(child)

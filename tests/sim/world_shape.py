@@ -31,12 +31,13 @@ class Shape:
     spawn_failure: float
     disk_full: bool
     node_deaths: int
+    shut_down: bool  # in good order
     crash_looper: bool
 
     @classmethod
     def of(cls, rng: random.Random) -> "Shape":
         rough = rng.random() < 0.9
-        tight = rng.random() < 0.2
+        tight = rng.random() < 0.3
         seqs = 4 if tight else rng.choice((2, 4, 6))
         return cls(
             ranks=rng.choice((1, 2, 2, 3, 3, 4, 5, 7, 8)),
@@ -69,6 +70,7 @@ class Shape:
             spawn_failure=rng.choice((0.0, 0.0, 0.05)) * rough,
             disk_full=rng.random() < 0.2 * rough,
             node_deaths=rng.choice((0, 0, 0, 0, 1, 2)) * rough,
+            shut_down=rng.random() < 0.15 * rough,
             crash_looper=rng.random() < 0.03 * rough,
         )
 

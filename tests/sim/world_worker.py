@@ -129,9 +129,14 @@ class WorkerBody(Body):
     def _post(self, plan: StepPlan | None) -> None:
         peers = {peer: self.incarnations[peer] for peer in self.outboxes}
         self.running = Running(plan, (self.epoch, self.step), self.region, peers)
-        self.node.posted[self.seat] = (self.epoch, self.step)
+        posted = self.node.posted
+        posted[self.seat] = number = (self.epoch, self.step)
+        # Everyone's bell is rung; who waits for others as well goes on sleeping, and is spared here.
+        last = all(posted[peer] >= number for peer in self.outboxes)
         for peer in self.outboxes:
-            self.node.ring_worker(peer)
+            body = self.node.worker(peer)
+            if body is not None and (last or body.running is None):
+                body.wake()
         self.wake(0)
 
     def _advance(self) -> bool:
@@ -169,7 +174,9 @@ class WorkerBody(Body):
         for peer, region in self.outboxes.items():
             region.rows[self.seat] = (self.incarnation, self.epoch, self.step)
             region.flags[self.seat] = self.step
-            self.node.ring_worker(peer)
+            flags = region.flags.values()
+            if len(flags) == len(self.outboxes) and all(flag == self.step for flag in flags):
+                self.node.ring_worker(peer)
 
     def _commit(self, running: Running) -> None:
         for peer, incarnation in running.peers.items():
