@@ -44,6 +44,7 @@ class Kill:
     moved: set[tuple[str, int]]  # (request id, index) of what ran on the killed rank
     loss: Change
     rejoin: Change
+    pool_used: float  # the fullest rank's share of KV blocks in use, when it came
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Figures:
     survivors: list[float] = field(default_factory=list[float])
     moved: list[float] = field(default_factory=list[float])
     rejoin: list[float] = field(default_factory=list[float])
+    pool_used: list[float] = field(default_factory=list[float])
     pauses: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     changed: int = 0
     lost: int = 0
@@ -64,13 +66,21 @@ class Figures:
 
 
 def run(
-    kills: int, ranks: int = 3, streams: int = 12, model: str = "random-tiny", seed: int = 1
+    kills: int,
+    ranks: int = 3,
+    streams: int = 12,
+    model: str = "random-tiny",
+    seed: int = 1,
+    blocks: int = 0,
 ) -> dict[str, Any]:
-    """The fields of `phalanx bench recovery` (docs/cli.md)."""
+    """The fields of `phalanx bench recovery` (docs/cli.md). `blocks`: of each rank's pool; 0: plenty."""
     with tempfile.TemporaryDirectory(prefix="phrecover") as directory:
         run_dir = Path(directory) / f"rec{os.getpid()}"
         where = ["--run-dir", str(run_dir), "--json"]
-        _phalanx("up", "--model", model, "--ranks", str(ranks), "--detach", *where)
+        config = Path(directory) / "config.json"
+        config.write_bytes(msgspec.json.encode({"worker": {"num_blocks": blocks}}))
+        node = ["--model", model, "--ranks", str(ranks), "--config", str(config)]
+        _phalanx("up", *node, "--detach", *where)
         try:
             figures, baseline = asyncio.run(_measure(run_dir, ranks, kills, streams, seed))
             epochs = _phalanx("epochs", *where)
@@ -94,6 +104,7 @@ def run(
             for name in ("detected_ms", "resumed_ms")
         },
         "fault_free_gap_ms_max": baseline,
+        "pool_used_max": _most(figures.pool_used),
         "tokens_changed": figures.changed,
         "streams_lost": figures.lost,
         "streams_compared": figures.compared,
@@ -101,6 +112,7 @@ def run(
         "kills": kills,
         "ranks": ranks,
         "streams": streams,
+        "blocks": blocks,
         "model": model,
         "load_average": round(os.getloadavg()[0], 2),
     }
@@ -152,8 +164,10 @@ def _kill(
     with EpochWatch(node) as watch:
         time.sleep(delay_s)
         seat = rng.choice(sorted(pids))
-        held = read_queues(node)["requests"]
+        queues = read_queues(node)
+        held = queues["requests"]
         moved = {(r["request_id"], r["index"]) for r in held if r["slot"] == seat}
+        used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
         killed_ns = time.monotonic_ns()
         os.kill(pids[seat], signal.SIGKILL)
         loss = _await(lambda: watch.change(killed_ns), f"worker-{seat} was not missed")
@@ -162,7 +176,7 @@ def _kill(
         if members != ranks:
             raise RuntimeError(f"{members} of {ranks} ranks are members after the rejoin")
         time.sleep(0.5)  # streams go on in the whole group
-    return Kill(killed_ns, seat, moved, loss, rejoin)
+    return Kill(killed_ns, seat, moved, loss, rejoin, used)
 
 
 def _await(found: Callable[[], Change | None], otherwise: str) -> Change:
@@ -176,6 +190,7 @@ def _await(found: Callable[[], Change | None], otherwise: str) -> Change:
 
 def _account(kill: Kill, sequences: list[Sequence], figures: Figures) -> None:
     loss, rejoin = kill.loss, kill.rejoin
+    figures.pool_used.append(kill.pool_used)
     figures.note("detect", loss.odd_ns - kill.killed_ns)
     figures.note("stop", loss.published_ns - loss.odd_ns)
     figures.note("go", loss.even_ns - loss.published_ns)

@@ -74,6 +74,12 @@ HEADER_FIELDS = (
 )
 _NO_ROWS = TokenRows()
 PROMPT_ROWS_MIN = 16
+MOVED_STEP_US = (
+    50_000  # a step with rows of moved sequences takes this long, or twice as long as usual
+)
+MOVED_ROWS = (
+    128  # that they get in their first step; as long as they use them up, twice as many in the next
+)
 RESENT_RECORDS = 8192  # of prompt log-probabilities in one message
 FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
 
@@ -134,6 +140,9 @@ class Scheduler:
         self._out: list[BusToGateway] = []
         self._load = LoadReport()
         self._cost = StepCost()
+        self._moved_rows = (
+            MOVED_ROWS  # that sequences which moved here get in the next step at most
+        )
         self._header = {name: columns.header[name] for name in HEADER_FIELDS}
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
@@ -351,6 +360,8 @@ class Scheduler:
         )
         if not len(decoders.rows) and not prefill.chunks:
             return None
+        if sum(chunk.count for chunk in prefill.chunks) >= self._moved_rows:
+            self._moved_rows *= 2
         if self.store is not None:
             for chunk in prefill.chunks:
                 self.store.claim(chunk, now_ns)
@@ -364,12 +375,21 @@ class Scheduler:
     def _prompt_rows(self, decoders: Decoders) -> int:
         """Rows that prompts may have beside the decoders, within the target for a step's time.
 
-        A few they always have, so that every prompt gets done whatever the target.
+        A few they always have, so that every prompt gets done whatever the target. Sequences that moved here
+        come in portions even without a target: streams of all ranks wait for the slowest rank's step, and a
+        fault shall not be seen in those that it did not touch.
         """
         rank, rows = self.rank, decoders.num_rows
         most = self.config.max_num_batched_tokens - rows
-        target_us = self.config.target_itl_ms * 1000
-        if not target_us or not rows:
+        target_us = self.config.target_itl_ms * 1000 if rows else 0.0
+        if not self._moved_are_due():
+            self._moved_rows = MOVED_ROWS
+        elif not target_us:
+            # From steps of a few rows each it is not known well what many rows cost.
+            most = min(most, self._moved_rows)
+            usual_us = self._cost.predict_us(max(rows, 1), decoders.context(rank))
+            target_us = max(MOVED_STEP_US, 2 * usual_us) if self._cost.known else 0.0
+        if not target_us:
             return most
         least = min(most, PROMPT_ROWS_MIN)
         if not self._cost.known:
@@ -377,6 +397,11 @@ class Scheduler:
         start = int(rank.t.planned[rank.prefilling[0].row]) if rank.prefilling else 0
         within = self._cost.rows_within(target_us, rows, decoders.context(rank), start, most)
         return max(within, least)
+
+    def _moved_are_due(self) -> bool:
+        """Whether a sequence that has run before is in prefill, or is the next one."""
+        rank = self.rank
+        return any(s.order[0] == 0 for s in (*rank.prefilling, *rank.waiting[:1]))
 
     def _evict(self, victim: Sequence, now_ns: int) -> None:
         """No block is left for its next token."""

@@ -148,10 +148,14 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 @click.option("--streams", type=click.IntRange(1, 256), default=12)
 @click.option("--model", default="random-tiny")
 @click.option("--seed", default=1, help="Of prompts, moments and victims.")
+@click.option("--blocks", default=0, help="KV blocks of each rank, to see full pools; 0: plenty.")
 @json_option
-def recovery(kills: int, ranks: int, streams: int, model: str, seed: int, as_json: bool) -> None:
+def recovery(
+    kills: int, ranks: int, streams: int, model: str, seed: int, blocks: int, as_json: bool
+) -> None:
     """Kill workers under load: how long streams stand still, and whether a token changes."""
-    _run("recovery", as_json, kills=kills, ranks=ranks, streams=streams, model=model, seed=seed)
+    options = {"kills": kills, "ranks": ranks, "streams": streams, "model": model, "seed": seed}
+    _run("recovery", as_json, **options, blocks=blocks)
 
 
 @bench.command()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from phalanx.protocol.config import SchedulerConfig
+from phalanx.scheduler_svc.core import MOVED_STEP_US
 from phalanx.scheduler_svc.prefill import OVERTAKEN_MAX
 from sim.paced_worker import CONTEXT_US, MS, ROW_US, STEP_US, Paced
 
@@ -66,6 +67,23 @@ def test_without_a_target_they_stall() -> None:
     """The measure can fail: this is what the target is for."""
     world = loaded(0.0)
     assert p99_ms(world, 3 * SECOND, 8 * SECOND) > 4 * p99_ms(world, SECOND, 2 * SECOND)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_those_that_moved_here_do_not_stall_those_that_were_here(attempt: int) -> None:
+    """Fresh prompts do, without a target."""
+    world = Paced(SchedulerConfig(max_num_batched_tokens=8192))
+    for number in range(STREAMS):
+        world.arrive(0, number, 50, 4000)
+    for number in range(4):
+        world.arrive(2 * SECOND, 100 + number, 8000, 5, attempt=attempt)
+    world.run(6 * SECOND)
+    gaps = [np.diff(world.served[number].tokens_ns).max() / MS for number in range(STREAMS)]
+    if attempt:
+        assert max(gaps) < 1.2 * MOVED_STEP_US / 1000
+    else:
+        assert max(gaps) > 8000 * ROW_US / 1000
+    assert all(len(world.served[100 + number].tokens_ns) == 5 for number in range(4))
 
 
 def test_a_short_prompt_overtakes_a_long_one() -> None:

@@ -166,8 +166,6 @@ def test_of_a_resumed_one_outputs_are_put_too() -> None:
     story = Story(store=True)
     story.submit(0, 250, outputs=[4] * 140, attempt=1, max_tokens=150)
     assert [rows for _, rows in story.rows()] == [128]
-    story.step()
-    assert [rows for _, rows in story.rows()] == [256]
     story.run()
     keys = block_keys(b"hash", b"", [*story.prompts[0][0], *[4] * 140])
     assert {put.key for put in puts(story)} == {*keys, state_key(keys[0]), state_key(keys[2])}

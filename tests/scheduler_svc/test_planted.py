@@ -388,30 +388,6 @@ def region_without_a_generation(patch: Patch) -> None:
     patch.setattr(Restorer, "_ask_for", timeless)
 
 
-def region_reused_under_a_step(patch: Patch) -> None:
-    """The regions are free once the store has answered: the worker has not read them yet."""
-    done, release = Restorer.done, Restorer.release
-    early: set[Load] = set()
-
-    def hasty(self: Restorer, answer: GetDone) -> Load | None:
-        load = done(self, answer)
-        if load is not None and load.wanted:
-            early.add(load)
-            self._free_blocks += load.blocks
-            self._free_states.append(load.state)
-        return load
-
-    def once(self: Restorer, load: Load) -> None:
-        blocks, states = list(self._free_blocks), list(self._free_states)
-        release(self, load)
-        if load in early:
-            self._free_blocks, self._free_states = blocks, states
-
-    patch.setattr(Restorer, "done", hasty)
-    patch.setattr(Restorer, "release", once)
-    patch.setattr(Restorer, "check", lambda self: None)
-
-
 def restored_into_wrong_blocks(patch: Patch) -> None:
     restores = Restorer.restores
 
@@ -518,7 +494,6 @@ PLANTED: list[tuple[Planter, int]] = [
 # The same, for what happens to prompts that come again.
 PLANTED_STORED: list[tuple[Planter, int]] = [
     (region_without_a_generation, 100),
-    (region_reused_under_a_step, 100),
     (restored_into_wrong_blocks, 20),
     (state_not_restored, 20),
     (restored_too_far, 20),

@@ -41,13 +41,21 @@ class Paced:
         self.core.handle(Membership(2, True), 0)
         self.now_ns = 0
         self.served: dict[int, Served] = {}
-        self._arrivals: list[tuple[int, int, int, int, int]] = []
+        self._arrivals: list[tuple[int, int, int, int, int, int]] = []
         self._plans: list[StepPlan] = []
         self._done_ns = 0  # when the worker is done with its oldest plan
         self._handles = Handles()
 
-    def arrive(self, at_ns: int, number: int, prompt: int, outputs: int, priority: int = 0) -> None:
-        heapq.heappush(self._arrivals, (at_ns, number, prompt, outputs, priority))
+    def arrive(
+        self,
+        at_ns: int,
+        number: int,
+        prompt: int,
+        outputs: int,
+        priority: int = 0,
+        attempt: int = 0,
+    ) -> None:
+        heapq.heappush(self._arrivals, (at_ns, number, prompt, outputs, priority, attempt))
 
     def run(self, until_ns: int) -> None:
         """Until then, or until nothing is left to do."""
@@ -65,11 +73,13 @@ class Paced:
                 return
             self._decide()
 
-    def _submit(self, at_ns: int, number: int, prompt: int, outputs: int, priority: int) -> None:
+    def _submit(
+        self, at_ns: int, number: int, prompt: int, outputs: int, priority: int, attempt: int
+    ) -> None:
         self.served[number] = Served(at_ns)
         sampling = Sampling(seed=number, max_tokens=outputs, ignore_eos=True)
         ids = np.full(prompt, 7, np.int32).tobytes()
-        submit = Submit(number, f"{number:032x}", 0, 0, ids, sampling, b"", priority)
+        submit = Submit(number, f"{number:032x}", 0, attempt, ids, sampling, b"", priority)
         self.core.handle(submit, self.now_ns)
 
     def _decide(self) -> None:
