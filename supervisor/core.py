@@ -161,7 +161,7 @@ class SupervisorCore:
                 process.observed(event, now_ns)
                 return []
             case Inspected():
-                return self._inspected(process, event)
+                return self._inspected(process, event, now_ns)
             case _:
                 assert_never(event)
 
@@ -302,10 +302,11 @@ class SupervisorCore:
 
     # ------------------------------------------------------------ hang detection
 
-    def _inspected(self, process: Process, event: Inspected) -> list[Action]:
-        process.life.inspected(event.state, event.waited_ns)
+    def _inspected(self, process: Process, event: Inspected, now_ns: int) -> list[Action]:
+        process.life.inspected(event.state, event.waited_ns, now_ns)
         if process.spec.kind == "worker" and process.spec.seat in self.group.waiting:
-            self.group.waiting[process.spec.seat].inspected(event.state, event.waited_ns)
+            late = self.group.waiting[process.spec.seat]
+            late.inspected(event.state, event.waited_ns, now_ns)
         return []
 
     def _find_hung(self, now_ns: int) -> list[Action]:

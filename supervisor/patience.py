@@ -6,6 +6,9 @@ from phalanx.protocol.limits import HANG_MS
 
 _MS = 1_000_000
 UNKNOWN = -1
+# A silent process is looked at long before this share of its limit is over, so that its waiting is known.
+# What was silent longer when it was first looked at was so because the looker had no CPU either.
+_UNSEEN_SHARE = 0.4
 
 
 @dataclass(slots=True)
@@ -20,11 +23,13 @@ class Patience:
     state: str = ""  # as inspected last; empty: not inspected during this silence
     _waited_first_ns: int = UNKNOWN
     _waited_ns: int = UNKNOWN
+    _first_ns: int = 0  # when it was inspected first
+    _last_ns: int = 0
 
-    def inspected(self, state: str, waited_ns: int) -> None:
+    def inspected(self, state: str, waited_ns: int, now_ns: int) -> None:
         if self._waited_first_ns == UNKNOWN:
-            self._waited_first_ns = waited_ns
-        self.state, self._waited_ns = state, waited_ns
+            self._waited_first_ns, self._first_ns = waited_ns, now_ns
+        self.state, self._waited_ns, self._last_ns = state, waited_ns, now_ns
 
     def silent_ms(self, now_ns: int) -> float:
         return (now_ns - self.since_ns) / _MS
@@ -45,4 +50,12 @@ class Patience:
             return True
         if not self.state or self.state == "D":
             return False  # not looked at yet; or in the kernel, waiting for a disk
-        return silent_ms - (self._waited_ns - self._waited_first_ns) / _MS > limit_ms
+        return self._own_ms(now_ns, limit_ms) > limit_ms
+
+    def _own_ms(self, now_ns: int, limit_ms: float) -> float:
+        """Of its silence what it did not spend waiting for a CPU, as far as anybody knows."""
+        unseen_ms = min(self.silent_ms(self._first_ns), _UNSEEN_SHARE * limit_ms)
+        # One that was runnable when last seen has perhaps been waiting ever since.
+        until_ns = self._last_ns if self.state == "R" else now_ns
+        waited_ns = self._waited_ns - self._waited_first_ns
+        return unseen_ms + (until_ns - self._first_ns - waited_ns) / _MS

@@ -261,9 +261,9 @@ def test_ready_during_go_joins_right_after_it() -> None:
 def test_no_answer_to_stop_is_a_loss_too() -> None:
     story = running()
     story.dies("worker-1").acks(stop=3, seats=(0,))
-    story.wait(STOP_ACK_MS - 100)
+    story.wait(300).feed(Inspected("worker-2", 1, "S", 0)).wait(STOP_ACK_MS - 400)
     assert story.core.group.members.keys() == {0, 2}
-    story.feed(Inspected("worker-2", 1, "S", 0)).wait(200)
+    story.wait(200)
     assert Kill("worker-2", 1, signal.SIGKILL) in story.actions
     assert story.core.group.members.keys() == {0}
 
@@ -271,7 +271,7 @@ def test_no_answer_to_stop_is_a_loss_too() -> None:
 def test_no_answer_to_go_is_a_loss_too() -> None:
     story = running()
     story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0,))
-    story.wait(GO_ACK_MS - 100).feed(Inspected("worker-2", 1, "S", 0)).wait(200)
+    story.wait(300).feed(Inspected("worker-2", 1, "S", 0)).wait(GO_ACK_MS - 200)
     assert Kill("worker-2", 1, signal.SIGKILL) in story.actions
     assert story.epoch == 5
 
@@ -434,6 +434,29 @@ def test_a_starved_process_is_not_a_hung_one() -> None:
     story.wait(1000).silent.add("worker-1")
     story.wait(600).feed(Inspected("worker-1", 1, "S", 0)).wait(HANG_MS - 400)
     assert hung(story, "worker-1"), "what it waited before is not counted again"
+
+
+def test_what_nobody_could_see_is_not_held_against_a_process() -> None:
+    """The supervisor had no CPU either, and looked late; what it then sees is a process that waits for one,
+    and does so still."""
+    story = running()
+    story.silent.add("worker-1")
+    story.wait(HANG_MS - 200).feed(Inspected("worker-1", 1, "R", 0))
+    story.wait(300).feed(Inspected("worker-1", 1, "R", 290 * MS)).wait(200)
+    assert not hung(story, "worker-1")
+    story.feed(Inspected("worker-1", 1, "S", 290 * MS)).wait(HANG_MS)
+    assert hung(story, "worker-1")
+
+
+def test_a_busy_loop_is_a_hang() -> None:
+    story = running()
+    story.silent.add("worker-1")
+    for _ in range(3):
+        story.wait(300).feed(Inspected("worker-1", 1, "R", 0))
+    assert not hung(story, "worker-1")
+    for _ in range(6):
+        story.wait(200).feed(Inspected("worker-1", 1, "R", 0))
+    assert hung(story, "worker-1")
 
 
 def test_starvation_ends_too() -> None:

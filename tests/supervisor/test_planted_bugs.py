@@ -116,7 +116,7 @@ def restarts_before_the_old_one_is_reaped(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=20)
 def takes_a_starved_process_for_hung(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Patience, "inspected", lambda self, state, waited_ns: None)
+    patch.setattr(Patience, "inspected", lambda self, state, waited_ns, now_ns: None)
     patch.setattr(
         Patience,
         "exhausted",
