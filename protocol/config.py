@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from phalanx.protocol.errors import ConfigError
-from phalanx.protocol.limits import BLOCK_SIZE, MAX_SEATS, OPEN_REQUESTS_MAX
+from phalanx.protocol.limits import BLOCK_SIZE, DRAIN_MS, MAX_SEATS, OPEN_REQUESTS_MAX
 
 CONFIG_FILE = "config.json"
 
@@ -87,6 +87,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizers: int = 2
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fault_injection: bool = False
+    drain_s: float = DRAIN_MS / 1000  # told to stop by a signal: so long may requests run on
     scheduler: SchedulerConfig = SchedulerConfig()
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
@@ -118,6 +119,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raises ConfigError that lists every mistake with field, value and what is allowed."""
         rules: list[tuple[str, object, bool, str]] = [
             ("ranks", self.ranks, 1 <= self.ranks <= MAX_SEATS, f"1 to {MAX_SEATS}"),
+            ("drain_s", self.drain_s, 0 <= self.drain_s <= 86_400, "0 to 86400"),
             ("tokenizers", self.tokenizers, 1 <= self.tokenizers <= 32, "1 to 32"),
         ]
         s, w, g, k = self.scheduler, self.worker, self.gateway, self.kvstore

@@ -32,6 +32,7 @@ class Code(StrEnum):
     NAN_LOGITS = "nan_logits"
     KV_PRESSURE = "kv_pressure"
     STREAM_CHANGED = "stream_changed"  # what the client has is not the beginning of this stream
+    TIME_LIMIT = "time_limit"  # of a change of the node: it is as it was before
     INTERNAL = "internal"
 
 

@@ -702,6 +702,7 @@ class StatusReply(Message, frozen=True):
     failed: str = ""  # why the node is going down
     inexact: tuple[str, ...] = ()  # settings outside the promise of equal tokens
     scrubbed: Scrubbed = Scrubbed()
+    change: str = ""  # what was asked for and is under way: a scale or a restart
 
 
 class Shutdown(Message, frozen=True):
@@ -737,6 +738,37 @@ class Injected(Message, frozen=True):
     injected: tuple[str, ...]  # the processes that were hit, or what was asked for with `list`
 
 
+class Scale(Message, frozen=True):
+    """Have so many ranks. Answer: Scaled when the group has them and the rest is gone, or Error, and
+    the node has as many as before."""
+
+    call: int
+    ranks: int
+    timeout_s: float
+
+
+class Scaled(Message, frozen=True):
+    call: int
+    before: int
+    ranks: int
+    seats: tuple[int, ...]  # those of the ranks there are now
+    s: float
+
+
+class Restart(Message, frozen=True):
+    """Replace processes one after the other, each when the node is whole again. Answer: Restarted, or
+    Error that says which were not replaced."""
+
+    call: int
+    names: tuple[str, ...]  # process names, prefixes of names, or `all`
+    timeout_s: float  # for all of them together
+
+
+class Restarted(Message, frozen=True):
+    call: int
+    restarted: tuple["PhaseTime", ...]  # in order: process, and from its end to a whole node
+
+
 class TopologyChanged(Message, frozen=True):
     """A nudge: look at the board's topology now."""
 
@@ -758,7 +790,22 @@ class Drain(Message, frozen=True):
     timeout_ms: int
 
 
-ToSupervisor = Ready | Progress | ScrubReport | StatusQuery | Shutdown | Inject
+class HandOver(Message, frozen=True):
+    """To the gateway: end soon, and leave what runs to the next one. Nothing is refused or ended."""
+
+    timeout_ms: int  # for what is being written to the journal
+
+
+ToSupervisor = Ready | Progress | ScrubReport | StatusQuery | Shutdown | Inject | Scale | Restart
 FromSupervisor = (
-    TopologyChanged | HealthUpdate | Drain | StatusReply | ShutdownDone | Injected | Error
+    TopologyChanged
+    | HealthUpdate
+    | Drain
+    | HandOver
+    | StatusReply
+    | ShutdownDone
+    | Injected
+    | Scaled
+    | Restarted
+    | Error
 )

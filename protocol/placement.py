@@ -104,10 +104,11 @@ def widened(placement: Placement, slots: int) -> Placement:
     return msgspec.structs.replace(placement, slots_per_rank=slots, physical_to_logical=layers)
 
 
-def after_join(placement: Placement, seat: int) -> Placement:
+def after_join(placement: Placement, seat: int, most: int | None = None) -> Placement:
     """The placement with one more seat; the others keep what they hold.
 
-    The newcomer takes copies of the experts that have the fewest, drawn evenly from the other seats.
+    The newcomer takes copies of the experts that have the fewest, drawn evenly from the other seats:
+    one for each slot, or `most` of them.
 
     Raises:
         PlacementError: the seat is already there.
@@ -116,12 +117,13 @@ def after_join(placement: Placement, seat: int) -> Placement:
         raise PlacementError(f"seat {seat} is already one of {placement.seats}")
     seats = tuple(sorted((*placement.seats, seat)))
     index = seats.index(seat)
+    wanted = placement.slots_per_rank if most is None else min(most, placement.slots_per_rank)
     # Layers are all alike until loads differ: work out each kind once, everybody waits for this.
     joined: dict[LayerSlots, LayerSlots] = {}
     for layer in set(placement.physical_to_logical):
         held = [[e for e in slots if e != EMPTY] for slots in layer]
         held.insert(index, [])
-        _deal_copies(held, placement.num_experts, placement.slots_per_rank, (index,))
+        _deal_copies(held, placement.num_experts, wanted, (index,))
         newcomer = _padded(held[index], placement.slots_per_rank)
         joined[layer] = (*layer[:index], newcomer, *layer[index:])
     return Placement(
@@ -130,6 +132,33 @@ def after_join(placement: Placement, seat: int) -> Placement:
         placement.slots_per_rank,
         seats,
         tuple(joined[layer] for layer in placement.physical_to_logical),
+    )
+
+
+def after_joins(placement: Placement, seats: Iterable[int], most: int) -> Placement:
+    """The placement with these seats as well, each with at most `most` experts a layer.
+
+    Seats that hold more than that let go of copies that others have then: it loads nothing and spreads
+    the work.
+    """
+    joining = sorted(set(seats) - set(placement.seats))
+    for seat in joining:
+        placement = after_join(placement, seat, most)
+    return trimmed(placement, most) if joining else placement
+
+
+def trimmed(placement: Placement, most: int) -> Placement:
+    """The same placement with at most `most` experts a seat and layer, where others hold copies enough.
+
+    The seat that holds most lets go first, of the expert with most copies: never of a last copy. The
+    slots become empty, so nothing has to be loaded.
+    """
+    trims = {layer: _trimmed(layer, most) for layer in set(placement.physical_to_logical)}
+    layers = tuple(trims[layer] for layer in placement.physical_to_logical)
+    if layers == placement.physical_to_logical:
+        return placement
+    return msgspec.structs.replace(
+        placement, version=placement.version + 1, physical_to_logical=layers
     )
 
 
@@ -243,6 +272,25 @@ def _repaired(layer: LayerSlots, experts: int) -> LayerSlots:
         count[expert] += 1
         held[index][slot] = expert
         loads[index] += 1
+    return tuple(tuple(slots) for slots in held)
+
+
+def _trimmed(layer: LayerSlots, most: int) -> LayerSlots:
+    held = [list(slots) for slots in layer]
+    count = Counter(expert for slots in held for expert in slots if expert != EMPTY)
+    sizes = [sum(expert != EMPTY for expert in slots) for slots in held]
+    wide = [i for i, size in enumerate(sizes) if size > most]
+    while wide:
+        index = max(wide, key=lambda i: (sizes[i], -i))
+        slots = held[index]
+        spare = [slot for slot, e in enumerate(slots) if e != EMPTY and count[e] > 1]
+        if not spare or sizes[index] <= most:
+            wide.remove(index)
+            continue
+        slot = max(spare, key=lambda slot: (count[slots[slot]], -slot))
+        count[slots[slot]] -= 1
+        slots[slot] = EMPTY
+        sizes[index] -= 1
     return tuple(tuple(slots) for slots in held)
 
 

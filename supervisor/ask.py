@@ -13,7 +13,15 @@ from phalanx.protocol.config import default_run_dir
 from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
-from phalanx.protocol.messages import Error, FromSupervisor, Inject, Shutdown, StatusQuery
+from phalanx.protocol.messages import (
+    Error,
+    FromSupervisor,
+    Inject,
+    Restart,
+    Scale,
+    Shutdown,
+    StatusQuery,
+)
 from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, endpoint
 
 R = TypeVar("R")
@@ -27,7 +35,12 @@ class NoNode(PhalanxError):
 
 
 class NoAnswer(PhalanxError):
+    """The time is up: no answer came, or what was asked for was not done by then."""
+
     exit_code = ExitCode.TIME_LIMIT
+
+
+_ERRORS = {Code.BAD_REQUEST: ConfigError, Code.TIME_LIMIT: NoAnswer}
 
 
 def asker() -> str:
@@ -53,7 +66,10 @@ def is_running(run_dir: Path) -> bool:
 
 
 def ask(
-    run_dir: Path, question: StatusQuery | Shutdown | Inject, answer: type[R], timeout_s: float
+    run_dir: Path,
+    question: StatusQuery | Shutdown | Inject | Scale | Restart,
+    answer: type[R],
+    timeout_s: float,
 ) -> R:
     """Send one question and return its answer.
 
@@ -81,8 +97,7 @@ def ask(
                 if isinstance(message, answer) and getattr(message, "call", None) == question.call:
                     return message
                 if isinstance(message, Error):
-                    wrong = message.code == Code.BAD_REQUEST
-                    raise (ConfigError if wrong else PhalanxError)(message.message)
+                    raise _ERRORS.get(message.code, PhalanxError)(message.message)
         raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s")
     finally:
         socket.close()

@@ -15,6 +15,8 @@ _COMMANDS = {
     "down": "node",
     "status": "node",
     "epochs": "node",
+    "scale": "change",
+    "restart": "change",
     "generate": "generate",
     "chat": "chat",
     "run": "run",

@@ -25,10 +25,12 @@ from phalanx.protocol.messages import (
     Scrubbed,
     TopologyChanged,
 )
+from phalanx.supervisor.changes import Changes
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
     BecameReady,
+    ChangeAsked,
     Event,
     Finished,
     Inspect,
@@ -76,7 +78,9 @@ class SupervisorCore:
         }
         self.workers = {p.spec.seat: p for p in self.processes.values() if p.spec.kind == "worker"}
         seats = [SeatRecord(seat) for seat in range(len(self.workers))]
+        self.placements = placements
         self.group = Group(seats, placements)
+        self.changes = Changes(self)
         self.stage = NodeStage.RUNNING
         self.code, self.failed = ExitCode.OK, ""
         self.left: list[str] = []
@@ -95,6 +99,7 @@ class SupervisorCore:
         actions = self._dispatch(event, now_ns)
         if not actions and isinstance(event, Observed | Inspected | AcksSeen):
             return []  # frequent, and nothing that others see has changed
+        actions += self.changes.step(now_ns)
         return actions + self._after(actions, now_ns)
 
     def tick(self, now_ns: int) -> list[Action]:
@@ -111,7 +116,8 @@ class SupervisorCore:
                 actions += self._send_health()
                 self._health_said_ns = now_ns
             for seat, why in self.group.overdue(now_ns):
-                actions += self._lose(self.workers[seat], why, now_ns, now_ns)
+                actions += self.lose(self.workers[seat], why, now_ns, now_ns)
+        actions += self.changes.step(now_ns)
         actions += self._shutdown_step(now_ns)
         return actions + self._after(actions, now_ns)
 
@@ -138,12 +144,14 @@ class SupervisorCore:
             case ScrubHeard(scrubbed):
                 self.scrubbed = scrubbed
                 return []
+            case ChangeAsked():
+                return self.changes.ask(event, now_ns)
             case ShutdownAsked():
                 return self._shut_down(event.drain_ms, now_ns)
             case KillAsked():
                 return self._kill_all(now_ns)
-        process = self.processes[event.name]
-        if event.incarnation != process.incarnation:
+        process = self.processes.get(event.name) or self.changes.retired.get(event.name)
+        if process is None or event.incarnation != process.incarnation:
             return []  # a late word of an incarnation that is gone
         match event:
             case Spawned():
@@ -154,7 +162,7 @@ class SupervisorCore:
             case Progressed():
                 return self._progressed(process, event, now_ns)
             case PipeClosed():
-                return self._lose(process, "died", event.seen_ns, now_ns)
+                return self.lose(process, "died", event.seen_ns, now_ns)
             case Reaped():
                 return self._reaped(process, event, now_ns)
             case Observed():
@@ -182,6 +190,11 @@ class SupervisorCore:
         return told
 
     @property
+    def serving(self) -> bool:
+        """Nobody has told the node to stop."""
+        return self.stage is NodeStage.RUNNING
+
+    @property
     def _supervising(self) -> bool:
         return self.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
 
@@ -191,14 +204,14 @@ class SupervisorCore:
         actions: list[Action] = []
         for process in self.processes.values():
             if process.stage is Stage.WAITING and now_ns >= process.due_ns:
-                actions += self._spawn(process, now_ns)
+                actions += self.spawn(process, now_ns)
         return actions
 
-    def _spawn(self, process: Process, now_ns: int) -> list[Action]:
+    def spawn(self, process: Process, now_ns: int) -> list[Action]:
         process.incarnation += 1
         process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
         process.life, process.progress_ns = Patience(now_ns), now_ns
-        process.pid = process.beat_ns = process.progress = 0
+        process.pid = process.beat_ns = process.progress = process.kill_ns = 0
         process.detail, process.step = "starting", ("start", now_ns)
         spec = process.spec
         published: list[Action] = []
@@ -239,6 +252,9 @@ class SupervisorCore:
             expected = self._expected_fingerprint(spec.seat)
             if fingerprint != expected and expected:
                 return actions + self._refuse(process, fingerprint, expected, now_ns)
+            process.fingerprint = fingerprint
+            if self.changes.hides(process):
+                return actions  # newcomers join together
             actions += self.group.ready(spec.seat, fingerprint, now_ns)
         elif spec.kind == "gateway":
             actions += self._send_health()
@@ -256,15 +272,17 @@ class SupervisorCore:
         """Its numbers would differ from its peers': it must not join, and a restart would not help."""
         why = f"its numerics fingerprint is {found}, the group's is {expected}"
         process.leaving = True
-        actions = self._lose(process, why, now_ns, now_ns)
+        actions = self.lose(process, why, now_ns, now_ns)
         if self.ready_s < 0 or not any(w.alive for w in self.workers.values()):
             actions += self._fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
         return actions
 
-    def _lose(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
+    def lose(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
         """The process is dead or as good as dead. Killing it again is harmless: it is not reaped yet."""
         if not process.alive:
             return []
+        if process.kill_ns and why == "died":
+            why = "ended as asked"
         kill = Kill(process.spec.name, process.incarnation, signal.SIGKILL)
         return [kill, *self._dying(process, why, since_ns, now_ns)]
 
@@ -275,21 +293,25 @@ class SupervisorCore:
         if spec.kind == "worker" and self._supervising:
             detected_ms = (now_ns - since_ns) / _MS
             actions = self.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
-        return [*actions, Tell("lost", name, why)]
+        return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
 
     def _reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:
         if not process.exists:
             return []
         # The pidfd may speak before the death pipe; there is nobody left to kill.
-        actions = self._dying(process, "died", now_ns, now_ns) if process.alive else []
+        told = "ended as asked" if process.kill_ns else "died"
+        actions = self._dying(process, told, now_ns, now_ns) if process.alive else []
         name, spec = process.spec.name, process.spec
         why = describe_end(event.code, event.detail)
         if process.detail != "died":
             why = f"{process.detail} ({why})"
         process.stage, process.detail, process.pid = Stage.DOWN, why, 0
+        process.ended = why
         actions += [Sweep(), Tell("ended", name, why)]
         if not self._supervising or process.leaving or self.failed:
             return actions + self._shutdown_step(now_ns)
+        if process.in_hand:
+            return actions
         if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
             return actions + self._fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
         delay_ns = process.policy.delay_ns(now_ns)
@@ -298,7 +320,7 @@ class SupervisorCore:
             text = f"{name} died {deaths} times within a minute, last: {why}"
             return actions + self._fail(ExitCode.GAVE_UP, text, now_ns)
         process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
-        return actions + (self._spawn(process, now_ns) if delay_ns == 0 else [])
+        return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
 
     # ------------------------------------------------------------ hang detection
 
@@ -316,7 +338,7 @@ class SupervisorCore:
                 continue
             why = process.hung(now_ns)
             if why:
-                actions += self._lose(process, why, process.life.since_ns, now_ns)
+                actions += self.lose(process, why, process.life.since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
                 actions.append(Inspect(process.spec.name, process.incarnation))
         return actions
@@ -331,13 +353,17 @@ class SupervisorCore:
 
     def reasons(self) -> list[str]:
         """Why the node is not healthy, naming processes; empty when it is."""
+        return self.missing() + [_told(finding) for finding in self.findings()]
+
+    def missing(self) -> list[str]:
+        """What keeps the node from working as a whole."""
         reasons = [
             f"the node is stopping: {self.failed}" if self.failed else "the node is stopping"
         ]
         if self.stage is NodeStage.RUNNING:
             reasons.clear()
         for process in self.processes.values():
-            if process.stage is not Stage.READY:
+            if process.stage is not Stage.READY and not self.changes.hides(process):
                 what = "is" if process.alive else "is down:"
                 reasons.append(f"{process.spec.name} {what} {process.detail or 'not started'}")
         waiting = [f"worker-{seat}" for seat in self.group.waiting]
@@ -351,7 +377,7 @@ class SupervisorCore:
                 reasons.append("the group is stopped: too few workers hold all experts")
             case GroupPhase.FORMING:
                 reasons.append("the group is forming")
-        return reasons + [_told(finding) for finding in self.findings()]
+        return reasons
 
     def findings(self) -> list[Finding]:
         """What the scrubber found of workers that have not been started again since."""
@@ -365,7 +391,9 @@ class SupervisorCore:
         ]
 
     def _up(self, seat: int) -> bool:
-        return self.workers[seat].stage is Stage.READY
+        worker = self.workers.get(seat)
+        ready = worker is not None and worker.stage is Stage.READY
+        return worker is not None and ready and not self.changes.hides(worker)
 
     def _send_health(self) -> list[Action]:
         healthy, epoch, reasons = self._health
@@ -402,7 +430,8 @@ class SupervisorCore:
             return []
         self.stage = NodeStage.DRAINING
         self._stage_ends_ns = now_ns + (drain_ms + TERM_GRACE_MS) * _MS
-        actions: list[Action] = [Tell("draining", text=f"for up to {drain_ms} ms")]
+        actions = self.changes.drop(now_ns)
+        actions += [Tell("draining", text=f"for up to {drain_ms} ms")]
         for process in self._gateways():
             process.leaving = True
             if process.exists:
@@ -448,7 +477,7 @@ class SupervisorCore:
         if self.stage in (NodeStage.KILLING, NodeStage.FINISHED):
             return []
         self.stage, self._stage_ends_ns = NodeStage.KILLING, now_ns + KILL_GRACE_MS * _MS
-        actions: list[Action] = []
+        actions = self.changes.drop(now_ns)
         for process in self.processes.values():
             process.leaving = True
             if process.exists:

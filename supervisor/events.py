@@ -4,7 +4,18 @@ from dataclasses import dataclass
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.messages import Drain, HealthUpdate, Scrubbed, TopologyChanged
+from phalanx.protocol.messages import (
+    Drain,
+    Error,
+    HandOver,
+    HealthUpdate,
+    Restart,
+    Restarted,
+    Scale,
+    Scaled,
+    Scrubbed,
+    TopologyChanged,
+)
 from phalanx.protocol.topology import Topology
 
 # ---------------------------------------------------------------- events
@@ -100,6 +111,14 @@ class ScrubHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangeAsked:
+    """Somebody wants another number of ranks, or processes replaced. Exactly one Reply follows."""
+
+    peer: bytes  # who asks: given back with the Reply
+    request: Scale | Restart
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownAsked:
     drain_ms: int
 
@@ -120,6 +139,7 @@ Event = (
     | AcksSeen
     | Stranded
     | ScrubHeard
+    | ChangeAsked
     | ShutdownAsked
     | KillAsked
 )
@@ -173,7 +193,29 @@ class Inspect:
 class Send:
     name: str
     incarnation: int
-    message: HealthUpdate | TopologyChanged | Drain
+    message: HealthUpdate | TopologyChanged | Drain | HandOver
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer to a ChangeAsked."""
+
+    peer: bytes
+    message: Scaled | Restarted | Error
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """The node is to have so many ranks from now on: what starts later must read it so."""
+
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class CountStranded:
+    """How many sequences do these seats hold? They are about to move. Answer: Stranded."""
+
+    seats: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,4 +237,17 @@ class Finished:
     left: tuple[str, ...]
 
 
-Action = Spawn | Kill | SetEpoch | Publish | Sweep | Inspect | Send | Tell | Finished
+Action = (
+    Spawn
+    | Kill
+    | SetEpoch
+    | Publish
+    | Sweep
+    | Inspect
+    | Send
+    | Reply
+    | Resized
+    | CountStranded
+    | Tell
+    | Finished
+)

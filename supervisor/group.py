@@ -6,6 +6,7 @@ published; every member-to-be gets ready and acknowledges), then the even word. 
 again with the next odd number: the even number in between is never used.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -13,7 +14,7 @@ from typing import Protocol
 from phalanx.protocol.limits import GO_ACK_MS, STOP_ACK_MS
 from phalanx.protocol.messages import EpochRecord
 from phalanx.protocol.topology import Seat, SeatState, Topology
-from phalanx.supervisor.events import AcksSeen, Action, Publish, SetEpoch, Tell
+from phalanx.supervisor.events import AcksSeen, Action, CountStranded, Publish, SetEpoch, Tell
 from phalanx.supervisor.patience import Patience
 
 _MS = 1_000_000
@@ -25,6 +26,9 @@ class Placements(Protocol):
 
     def settle(self, seats: tuple[int, ...]) -> bytes:
         """The placement for a group of these seats, at least one."""
+
+    def resize(self, ranks: int) -> None:
+        """The group shall have so many seats from now on."""
 
 
 class GroupPhase(Enum):
@@ -42,6 +46,7 @@ class SeatRecord:
     incarnation: int = 0  # of its worker
     scheduler_incarnation: int = 0
     fingerprint: str = ""
+    leaving: bool = False  # is in no group from the next GO on
 
 
 @dataclass(slots=True)
@@ -73,7 +78,7 @@ class Group:
 
     def loading(self, seat: int, incarnation: int) -> None:
         record = self.seats[seat]
-        record.incarnation, record.state = incarnation, "loading"
+        record.incarnation, record.state, record.leaving = incarnation, "loading", False
 
     def ready(self, seat: int, fingerprint: str, now_ns: int) -> list[Action]:
         """The seat's worker has loaded: let it join, now or when the change in progress is over."""
@@ -83,6 +88,8 @@ class Group:
             return self._try_go(now_ns)
         if self.phase is GroupPhase.RUNNING:
             return self._stop(f"worker-{seat} joined", 0.0, now_ns)
+        if self.phase is GroupPhase.STOPPING and self.change is not None:
+            self.change.causes.append(f"worker-{seat} joined")
         return []  # STOPPING takes it along; after GOING comes its turn
 
     def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
@@ -96,6 +103,32 @@ class Group:
             self.change.causes.append(cause)
             return self._advance(now_ns)
         return self._stop(cause, detected_ms, now_ns)
+
+    def leave(self, seats: Collection[int], cause: str, now_ns: int) -> list[Action]:
+        """The members among these seats shall be in no later group, although they live."""
+        for seat in seats:
+            self.seats[seat].leaving = True
+        if self.phase is not GroupPhase.RUNNING or not self.members.keys() & seats:
+            return []  # the change in progress is without them, or the next one follows
+        held = tuple(sorted(self.members.keys() & seats))
+        return [CountStranded(held), *self._stop(cause, 0.0, now_ns)]
+
+    def stay(self, seat: int, now_ns: int) -> list[Action]:
+        """It need not leave. If it has left already, it joins again; its worker is ready."""
+        record = self.seats[seat]
+        was_leaving, record.leaving = record.leaving, False
+        if seat in self.members or not was_leaving or record.state not in ("absent", "joining"):
+            return []
+        return self.ready(seat, record.fingerprint, now_ns)
+
+    def have(self, seat: int) -> None:
+        """There is such a seat from now on; nobody sits there yet."""
+        while seat >= len(self.seats):
+            self.seats.append(SeatRecord(len(self.seats)))
+
+    def vacate(self, seat: int) -> None:
+        """Nobody sits there, nor will for now: the seat becomes a hole."""
+        self.seats[seat] = SeatRecord(seat)
 
     def acks(self, seen: AcksSeen, now_ns: int) -> list[Action]:
         """Believe an acknowledgement only of this very phase, by the incarnation that is a member."""
@@ -142,10 +175,13 @@ class Group:
 
     def _try_go(self, now_ns: int) -> list[Action]:
         forming = self.phase is GroupPhase.FORMING
-        joiners = [seat for seat in self.seats if seat.state == "joining"]
+        joiners = [seat.seat for seat in self.seats if seat.state == "joining"]
         if forming and len(joiners) < len(self.seats):
             return []
-        chosen = tuple(sorted({*self.members, *(seat.seat for seat in joiners)}))
+        for seat in [seat for seat in (*self.members, *joiners) if self.seats[seat].leaving]:
+            self.members.pop(seat, None)
+            self.seats[seat].state = "absent"
+        chosen = tuple(sorted({*self.members, *joiners} & self._staying()))
         placement = self.placements.settle(chosen) if chosen else None
         if placement is None:
             if forming:
@@ -187,11 +223,14 @@ class Group:
             SetEpoch(self.epoch, self._awake()),
             Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),
         ]
-        late = [seat.seat for seat in self.seats if seat.state == "joining"]
-        if late:
-            cause = " and ".join(f"worker-{seat} joined" for seat in late)
-            return actions + self._stop(cause, 0.0, now_ns)
+        causes = [f"worker-{s.seat} joined" for s in self.seats if s.state == "joining"]
+        causes += [f"worker-{seat} leaves" for seat in self.members if seat not in self._staying()]
+        if causes:
+            return actions + self._stop(" and ".join(causes), 0.0, now_ns)
         return actions + self.publish()
+
+    def _staying(self) -> set[int]:
+        return {seat.seat for seat in self.seats if not seat.leaving}
 
     # ------------------------------------------------------------ what others see
 

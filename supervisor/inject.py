@@ -60,12 +60,12 @@ class Injector:
     """Answers `Inject` for a node that was started with `fault_injection`, and refuses it otherwise.
 
     Args:
-        processes: names of all processes of the node, whether they live now or not.
+        processes: names of all processes of the node, live or not; looked at each time.
     """
 
     def __init__(self, enabled: bool, rng: random.Random, processes: Collection[str] = ()) -> None:
         self._enabled, self._rng = enabled, rng
-        self._processes = sorted(processes)
+        self._processes = processes
         self._stopped: list[tuple[int, Kill]] = []  # when each goes on, and how
         self._faults: dict[str, tuple[Fault, ...]] = {}
         self._answers: dict[tuple[bytes, int], Injected | Error] = {}

@@ -7,9 +7,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
+
+import msgspec
 
 from phalanx.protocol import arena, faults, rundir
 from phalanx.protocol.board import Board
@@ -18,7 +20,7 @@ from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultTable
-from phalanx.protocol.limits import DRAIN_MS, MESSAGE_BYTES_MAX
+from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import setup_logging
 from phalanx.protocol.messages import (
@@ -27,6 +29,8 @@ from phalanx.protocol.messages import (
     Message,
     Progress,
     Ready,
+    Restart,
+    Scale,
     ScrubReport,
     Shutdown,
     ShutdownDone,
@@ -39,6 +43,8 @@ from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     Action,
     BecameReady,
+    ChangeAsked,
+    CountStranded,
     Event,
     Finished,
     Inspect,
@@ -49,6 +55,8 @@ from phalanx.supervisor.events import (
     Progressed,
     Publish,
     Reaped,
+    Reply,
+    Resized,
     ScrubHeard,
     Send,
     SetEpoch,
@@ -73,7 +81,7 @@ TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
 _MESSAGES_PER_TURN = 256
 _LATER_NS = 20_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
-_WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed"})
+_WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed", "change failed"})
 _DRAIN_S_MAX = 86_400.0
 
 
@@ -150,7 +158,6 @@ class Node:
         self._log = setup_logging(self._run_dir, "supervisor", 1, config.log_level)
         self._board = Board.create(config.node)
         self._core = SupervisorCore(table, placements)
-        self._specs = {spec.name: spec for spec in table}
         self._spawner = Spawner(self._run_dir, lock.children_fd)
         endpoint = rundir.endpoint(self._run_dir, rundir.SUPERVISOR_SOCKET)
         self._watch = Watch(endpoint, self._board, MESSAGE_BYTES_MAX)
@@ -165,7 +172,7 @@ class Node:
         self._later: list[Spawn | Sweep] = []  # slow, and the group waits for something else
         self._later_ns = 0
         self._interrupts = 0
-        self._injector = Injector(config.fault_injection, random.Random(), self._specs)
+        self._injector = Injector(config.fault_injection, random.Random(), self._core.processes)
         self._faults: FaultTable | None = None
         if config.fault_injection:
             self._faults = FaultTable.create(config.node)
@@ -173,7 +180,7 @@ class Node:
 
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
-        self._log.info("starting", processes=list(self._specs), config=self._config.model)
+        self._log.info("starting", processes=list(self._core.processes), config=self._config.model)
         restore = self._obey_signals()
         observed_ns = 0
         try:
@@ -210,10 +217,11 @@ class Node:
                 faults.active.slow()
                 wait_ms = int(faults.active.wait_ms(wait_ms))
             self._poll(wait_ms)
+        drain_ms = int(self._config.drain_s * 1000)
         for number in self._signals:
             self._interrupts += number == signal.SIGINT
             at_once = number == signal.SIGINT and self._interrupts > 1
-            self._events.append(KillAsked() if at_once else ShutdownAsked(DRAIN_MS))
+            self._events.append(KillAsked() if at_once else ShutdownAsked(drain_ms))
         self._signals.clear()
 
     def _poll(self, timeout_ms: int) -> bool:
@@ -232,11 +240,15 @@ class Node:
 
     def _stranded(self, deaths: list[PipeClosed]) -> list[Event]:
         """How many sequences each fallen rank held, by its scheduler's table in shared memory."""
-        seats = [self._specs[d.name].seat for d in deaths if self._specs[d.name].kind == "worker"]
-        if not seats:
-            return []
+        specs = [
+            self._core.processes[d.name].spec for d in deaths if d.name in self._core.processes
+        ]
+        seats = [spec.seat for spec in specs if spec.kind == "worker"]
+        return [self._count(seats)] if seats else []
+
+    def _count(self, seats: Collection[int]) -> Stranded:
         held = read_queues(self._config.node)["requests"]
-        return [Stranded(sum(request["slot"] in seats for request in held))]
+        return Stranded(sum(request["slot"] in seats for request in held))
 
     def _reap(self, child: Child) -> None:
         code = self._watch.remove(child)
@@ -251,10 +263,12 @@ class Node:
             send_to(self._watch.socket, identity, encode(answer))
             return
         match message:
-            case Ready(name, incarnation, fingerprint) if name in self._specs:
-                self._board.processes[self._specs[name].index].ready_heard = incarnation
+            case Ready(name, incarnation, fingerprint) if name in self._core.processes:
+                self._board.processes[
+                    self._core.processes[name].spec.index
+                ].ready_heard = incarnation
                 self._events.append(BecameReady(name, incarnation, fingerprint))
-            case Progress(name, incarnation, phase, fraction) if name in self._specs:
+            case Progress(name, incarnation, phase, fraction) if name in self._core.processes:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
             case ScrubReport(scrubbed):
                 self._events.append(ScrubHeard(scrubbed))
@@ -264,6 +278,8 @@ class Node:
                 send_to(self._watch.socket, identity, encode(reply))
             case Inject():
                 self._inject(identity, message)
+            case Scale() | Restart():
+                self._events.append(ChangeAsked(identity, message))
             case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
                 self._waiting_for_end.append((identity, call))
                 self._events.append(ShutdownAsked(int(timeout_s * 1000)))
@@ -300,6 +316,12 @@ class Node:
                     self._spawn(name, incarnation)
                 case Inspect(name, incarnation):
                     self._inspect(name, incarnation)
+                case Reply(peer, answer):
+                    send_to(self._watch.socket, peer, encode(answer))
+                case Resized(ranks):
+                    self._resize(ranks)
+                case CountStranded(seats):
+                    self._events.append(self._count(seats))
                 case Send(name, incarnation, message):
                     send_to(self._watch.socket, f"{name}#{incarnation}".encode(), encode(message))
                 case Sweep():
@@ -334,6 +356,15 @@ class Node:
                 case Sweep():
                     self._sweep()
 
+    def _resize(self, ranks: int) -> None:
+        """Tell who starts from now on. Without disk they read the old number: their share of the memory
+        is another then, nothing else."""
+        self._config = msgspec.structs.replace(self._config, ranks=ranks)
+        try:
+            self._config.save()
+        except OSError as error:
+            self._log.error("cannot save the configuration", ranks=ranks, error=str(error))
+
     def _sweep(self) -> None:
         if swept := arena.sweep(self._config.node, half_made=False):
             self._log.info("swept shared memory", names=swept)
@@ -351,7 +382,7 @@ class Node:
         log(event.kind, **{name: value for name, value in fields.items() if value})
 
     def _spawn(self, name: str, incarnation: int) -> None:
-        spec = self._specs[name]
+        spec = self._core.processes[name].spec
         failpoint("supervisor.spawn.before")
         self._board.processes[spec.index].clear()
         if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
@@ -380,7 +411,9 @@ class Node:
 
     def _set_faults(self, wanted: SetFaults) -> None:
         assert self._faults is not None
-        index = SUPERVISOR_ROW if wanted.name == SUPERVISOR else self._specs[wanted.name].index
+        index = SUPERVISOR_ROW
+        if wanted.name != SUPERVISOR:
+            index = self._core.processes[wanted.name].spec.index
         self._faults.row(index).write(wanted.faults, wanted.fresh)
 
     def _inspect(self, name: str, incarnation: int) -> None:

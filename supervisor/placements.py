@@ -8,7 +8,7 @@ import msgspec
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.placement import (
     Placement,
-    after_join,
+    after_joins,
     after_loss,
     initial_placement,
     slots_per_rank,
@@ -26,12 +26,18 @@ class GroupPlacements:
         self._slots = slots_per_rank(experts, ranks)
         self.current: Placement | None = None
 
+    def resize(self, ranks: int) -> None:
+        """The group shall have so many seats from now on: more of them share the experts, or fewer."""
+        self._slots = slots_per_rank(self._experts, ranks)
+
     def settle(self, seats: tuple[int, ...]) -> bytes:
         """The placement for a group of these seats; at least one.
 
         A seat that was lost and is taken again since the last call keeps its slots: its new worker has
         to load its experts whichever they are. Slots are made for the loss of any one rank; when more
-        fall, the survivors get as many as it takes, down to a last one that holds everything.
+        fall, the survivors get as many as it takes, down to a last one that holds everything. A
+        newcomer takes no more than its share, and seats that hold more than theirs let go of copies
+        that others have: that loads nothing and spreads the work.
         """
         self.current = self._follow(seats)
         return _encoder.encode(self.current)
@@ -42,8 +48,7 @@ class GroupPlacements:
             slots = max(self._slots, -(-self._experts // len(seats)))
             return initial_placement(self._num_layers, self._experts, seats, slots)
         # Joins first: two survivors of three may have no room for what the newcomer can take.
-        for seat in sorted(set(seats) - set(placement.seats)):
-            placement = after_join(placement, seat)
+        placement = after_joins(placement, seats, self._slots)
         for seat in sorted(set(placement.seats) - set(seats)):
             needed = -(-self._experts // (len(placement.seats) - 1))
             if needed > placement.slots_per_rank:

@@ -37,8 +37,14 @@ class Process:
     progress: int = 0
     progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
     detail: str = ""  # what it does, or why it is not there
+    ended: str = ""  # why its last incarnation ended, for people
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
+    # A change that was asked for decides what follows its end, which is no failure either.
+    in_hand: bool = False
+    kill_ns: int = 0  # in hand and told to end: when it gets SIGKILL; 0: not told
+    asked_starts: int = 0  # of its starts, those that no failure made necessary
+    fingerprint: str = ""  # of the numerics, as a ready worker said
 
     @property
     def alive(self) -> bool:
@@ -47,6 +53,12 @@ class Process:
     @property
     def exists(self) -> bool:
         return self.alive or self.stage is Stage.DYING
+
+    def start_anew(self, now_ns: int) -> None:
+        """It is to be started now, and what ended it does not count."""
+        self.stage, self.due_ns, self.kill_ns = Stage.WAITING, now_ns, 0
+        self.leaving = self.in_hand = False
+        self.asked_starts += self.incarnation > 0
 
     def observed(self, event: Observed, now_ns: int) -> None:
         """Take note of the heartbeat row."""

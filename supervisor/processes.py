@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.limits import MAX_SEATS
 
 Kind = Literal["worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb", "http"]
 
@@ -34,29 +35,32 @@ class ProcessSpec:
 
 
 def process_table(config: NodeConfig) -> tuple[ProcessSpec, ...]:
-    """Every process of the node in starting order: workers first, since they take longest."""
-    rows: list[tuple[str, Kind, str, int]] = []
-    for seat in range(config.ranks):
-        rows.append((f"worker-{seat}", "worker", "phalanx.worker_svc", seat))
-    rows.append(("gateway", "gateway", "phalanx.services.gateway", -1))
-    for seat in range(config.ranks):
-        rows.append((f"scheduler-{seat}", "scheduler", "phalanx.scheduler_svc", seat))
+    """Every process of the node in starting order: workers first, since they take longest.
+
+    A seat's two processes have rows of the heartbeat table of their own, also while the node has fewer
+    seats: it may get more while it runs.
+    """
+    services: list[tuple[str, Kind, str]] = [("gateway", "gateway", "phalanx.services.gateway")]
     for number in range(config.tokenizers):
-        rows.append((f"tokenizer-{number}", "tokenizer", "phalanx.services.tokenizer", -1))
+        services.append((f"tokenizer-{number}", "tokenizer", "phalanx.services.tokenizer"))
     if config.kvstore.enabled:
-        rows.append(("kvstore", "kvstore", "phalanx.kvstore_svc", -1))
-    rows.append(("eplb", "eplb", "phalanx.eplb_svc", -1))
+        services.append(("kvstore", "kvstore", "phalanx.kvstore_svc"))
+    services.append(("eplb", "eplb", "phalanx.eplb_svc"))
     if config.http.enabled:
-        rows.append(("http", "http", "phalanx.services.http", -1))
-    return tuple(
-        ProcessSpec(
-            name=name,
-            kind=kind,
-            module=module,
-            index=index,
-            seat=seat,
-            threads=config.worker.threads if kind == "worker" else 1,
-            essential=kind not in ("kvstore", "eplb", "http"),
-        )
-        for index, (name, kind, module, seat) in enumerate(rows)
+        services.append(("http", "http", "phalanx.services.http"))
+    gateway, *others = (
+        ProcessSpec(name, kind, module, row, essential=kind not in ("kvstore", "eplb", "http"))
+        for row, (name, kind, module) in enumerate(services, 2 * MAX_SEATS)
     )
+    seats = [seat_specs(seat, config.worker.threads) for seat in range(config.ranks)]
+    workers, schedulers = zip(*seats, strict=True)
+    return (*workers, gateway, *schedulers, *others)
+
+
+def seat_specs(seat: int, threads: int) -> tuple[ProcessSpec, ProcessSpec]:
+    """The worker (with so many threads) and the scheduler of a seat."""
+    worker = ProcessSpec(
+        f"worker-{seat}", "worker", "phalanx.worker_svc", seat, seat=seat, threads=threads
+    )
+    name, row = f"scheduler-{seat}", MAX_SEATS + seat
+    return worker, ProcessSpec(name, "scheduler", "phalanx.scheduler_svc", row, seat=seat)

@@ -20,7 +20,11 @@ def status(
         call=call,
         healthy=not reasons,
         epoch=core.group.epoch,
-        ranks=tuple(RankStatus(s.seat, s.state, s.incarnation) for s in core.group.seats),
+        ranks=tuple(
+            RankStatus(s.seat, s.state, s.incarnation)
+            for s in core.group.seats
+            if s.seat in core.workers
+        ),
         processes=(own, *(_process(p, now_ns) for p in core.processes.values() if p.exists)),
         run_dir=config.run_dir,
         model=config.model,
@@ -28,6 +32,7 @@ def status(
         phases=tuple(core.phases),
         epochs=tuple(core.group.records),
         failed=core.failed,
+        change=core.changes.told,
         inexact=inexact(config),
         scrubbed=structs.replace(core.scrubbed, findings=tuple(core.findings())),
     )
@@ -47,7 +52,7 @@ def _process(process: Process, now_ns: int) -> ProcessStatus:
         name=process.spec.name,
         pid=process.pid,
         state=_state(process),
-        restarts=process.incarnation - 1,
+        restarts=max(0, process.incarnation - 1 - process.asked_starts),
         last_beat_ms=max(beat_ms, 0) if process.beat_ns else -1,
         incarnation=process.incarnation,
         detail=process.detail,
@@ -55,6 +60,6 @@ def _process(process: Process, now_ns: int) -> ProcessStatus:
 
 
 def _state(process: Process) -> str:
-    if process.leaving and process.exists:
+    if process.exists and (process.leaving or process.kill_ns):
         return "stopping"
     return {Stage.STARTING: "starting", Stage.READY: "ready"}.get(process.stage, "dying")

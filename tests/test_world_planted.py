@@ -94,7 +94,7 @@ def does_not_kill_who_hangs(patch: Patch) -> None:
     ) -> list[Action]:
         return self._dying(process, why, since_ns, now_ns) if process.alive else []
 
-    patch.setattr(SupervisorCore, "_lose", lose)
+    patch.setattr(SupervisorCore, "lose", lose)
 
 
 # ---------------------------------------------------------------- worker

@@ -10,7 +10,7 @@ from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.placement import (
     EMPTY,
     Placement,
-    after_join,
+    after_joins,
     initial_placement,
     slots_per_rank,
 )
@@ -81,16 +81,14 @@ class ModelBackend:
         model = ModelConfig.load(config.model_path)
         self._truncation.check(model)
         topology = service.board.topology()
-        placement = initial_placement(
-            model.num_hidden_layers,
-            model.n_routed_experts,
-            range(config.ranks),
-            slots_per_rank(model.n_routed_experts, config.ranks),
-        )
+        slots = slots_per_rank(model.n_routed_experts, config.ranks)
         if topology is not None and topology.placement:
             current = msgspec.msgpack.decode(topology.placement, type=Placement)
-            held = self._seat in current.seats
-            placement = current if held else after_join(current, self._seat)
+            coming = {s.seat for s in topology.seats if s.state in ("loading", "joining")}
+            placement = after_joins(current, coming | {self._seat}, slots)
+        else:
+            layers, experts = model.num_hidden_layers, model.n_routed_experts
+            placement = initial_placement(layers, experts, range(config.ranks), slots)
         index = placement.seats.index(self._seat)
         backbone = [[max(e, 0) for e in layer[index]] for layer in placement.physical_to_logical]
         drafts = [

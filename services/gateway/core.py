@@ -177,7 +177,12 @@ class Core:
     def idle(self) -> bool:
         """Nothing is open and everything that can be told was told."""
         open_here = self._admission.sequences or not self._replays.idle or self._unlogged
-        return not open_here and self._ledger.idle and self._delivery.idle
+        return not open_here and self.settled
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is on its way to the journal, and nothing to a client that takes it."""
+        return self._ledger.idle and self._delivery.idle
 
     # ------------------------------------------------------------ clients
 
@@ -791,7 +796,7 @@ class Core:
 
     def finish_all(self, now_ns: int) -> None:
         """The time to drain is over: everything that still runs ends, and its client is told why."""
-        text = "the node is shutting down"
+        text = "shutdown: the node was stopped, and the time to finish what ran is over"
         self._closed = End("abort", Code.SHUTDOWN, text)
         for pending in list(self._admission.pending.values()):
             if pending.entry is None:

@@ -26,6 +26,7 @@ from phalanx.protocol.messages import (
     Drain,
     Final,
     FromSupervisor,
+    HandOver,
     HealthUpdate,
     Submit,
 )
@@ -55,6 +56,7 @@ class Gateway:
         self._topology_version = 0
         self._drain_until_ns: int | None = None
         self._end_ns: int | None = None
+        self._hand_over_until_ns: int | None = None
         self.clients = bind_router(endpoint(run_dir, CLIENT_SOCKET), MESSAGE_BYTES_MAX)
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.journal, self._waker = thread_pair("journal")
@@ -99,6 +101,9 @@ class Gateway:
                 self._core.on_health(message)
             case Drain(timeout_ms):
                 self._drain(time.monotonic_ns() + timeout_ms * MS)
+            case HandOver(timeout_ms):
+                self._hand_over_until_ns = time.monotonic_ns() + timeout_ms * MS
+                self._service.stopping = True
             case _:  # a nudge or nothing of ours: the topology is looked at in every turn
                 pass
 
@@ -130,7 +135,9 @@ class Gateway:
         return self._core.wait_ns(now_ns) // MS + 1
 
     def drained(self, now_ns: int) -> bool:
-        """After SIGTERM: whether everyone has got what is due to him, or has had his time."""
+        """Told to end: whether everyone has got what is due to him, or has had his time."""
+        if self._hand_over_until_ns is not None:
+            return self._core.settled or now_ns >= self._hand_over_until_ns
         if self._drain_until_ns is None:
             self._drain(now_ns + DRAIN_MS * MS)
         assert self._drain_until_ns is not None

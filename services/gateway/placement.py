@@ -95,9 +95,12 @@ class Placement:
             seat = self.seats.get(told.seat)
             seat.member = told.state == "member"
             if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
-                self._move_all(seat)
+                self._move_all(seat, fell=told.state != "absent")
             seat.worker_incarnation = told.worker_incarnation
-            if told.scheduler_incarnation > seat.incarnation and seat.peer:
+            vacated = told.state == "absent" and told.scheduler_incarnation == 0
+            if vacated:
+                seat.total_blocks = 0  # its pool bounds nobody any more
+            if seat.peer and (vacated or told.scheduler_incarnation > seat.incarnation):
                 self._replace_scheduler(seat, b"", seat.incarnation)
 
     def on_load(self, peer: bytes, load: SeatLoad) -> None:
@@ -115,13 +118,13 @@ class Placement:
             if number == seat.number:
                 self._end_abort(call, abort)
 
-    def _move_all(self, seat: Seat) -> None:
-        """What ran there goes elsewhere, ahead of new arrivals."""
+    def _move_all(self, seat: Seat, fell: bool = True) -> None:
+        """What ran there goes elsewhere, ahead of new arrivals. Without `fell` it was no fault."""
         for stream in list(seat.streams.values()):
             self._unplace(stream)
             if stream.pin is not None:
                 self._give_up(stream, _lost_seat(seat.number))
-            elif stream.falls_in_vain() > FALLS_MAX:
+            elif fell and stream.falls_in_vain() > FALLS_MAX:
                 text = (
                     f"the rank that computed it fell {FALLS_MAX + 1} times in a row before a new token"
                     " came; it is given up, so that the others can go on"
@@ -185,8 +188,9 @@ class Placement:
         went, which computes their prompt once, if that saves more than the imbalance costs."""
         request_id, number = self._newest
         if stream.tokens or stream.request_id != request_id:
-            return self.seats.least_loaded(now_ns)
-        return self.seats.least_loaded(now_ns, number, stream.entry.prompt_tokens // BLOCK_SIZE)
+            return self.seats.least_loaded(now_ns, stream.num_tokens_max)
+        worth = stream.entry.prompt_tokens // BLOCK_SIZE
+        return self.seats.least_loaded(now_ns, stream.num_tokens_max, number, worth)
 
     def take_ended(self) -> list[Stream]:
         """Streams that need no seat any more: their tokens say that they have ended."""

@@ -24,6 +24,10 @@ class Seat:
     listed: bool = False  # it answered what it runs, in its present incarnation
     not_before_ns: int = 0
 
+    def holds(self, tokens: int) -> bool:
+        """Whether its KV pool has room for a sequence of so many tokens."""
+        return tokens <= self.total_blocks * BLOCK_SIZE
+
     @property
     def has_told(self) -> bool:
         """It said what it runs, or nobody is there to say."""
@@ -73,10 +77,14 @@ class Seats:
         seats = sorted(self.by_number.items())
         return tuple(seat.load for _, seat in seats if seat.load and seat.peer)
 
-    def least_loaded(self, now_ns: int, beside: int = -1, worth: int = 0) -> Seat | None:
+    def least_loaded(
+        self, now_ns: int, tokens: int, beside: int = -1, worth: int = 0
+    ) -> Seat | None:
         """Where the next sequence goes; None while no seat takes one.
 
         Args:
+            tokens: A seat whose pool is too small for so many gets it only if no other has more room:
+                ranks that join later may have smaller pools than what was accepted before.
             beside: A seat that is preferred as long as it runs at most `worth` sequences more.
         """
         usable = [
@@ -86,6 +94,12 @@ class Seats:
         ]
         if not usable:
             return None
+        roomy = [seat for seat in usable if seat.holds(tokens)]
+        if not roomy and any(
+            seat.member and seat.holds(tokens) for seat in self.by_number.values()
+        ):
+            return None  # one that holds it is there, and is busy
+        usable = roomy or usable
         least = min(usable, key=lambda seat: (len(seat.streams), seat.number))
         for seat in usable:
             if seat.number == beside and len(seat.streams) <= len(least.streams) + worth:

@@ -118,6 +118,12 @@ class Stream:
         return self.entry.request_id
 
     @property
+    def num_tokens_max(self) -> int:
+        """Tokens that a KV pool must have room for; the last output is never fed back."""
+        assert self.sampling.max_tokens is not None
+        return self.entry.prompt_tokens + self.sampling.max_tokens - 1
+
+    @property
     def hollow(self) -> bool:
         """Ended, but what it said is not in memory (any more)."""
         if self.final is None:

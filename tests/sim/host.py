@@ -13,12 +13,14 @@ from typing import Any, Literal
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.config import KVStoreConfig, NodeConfig
 from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.messages import HandOver, Restart, Scale
 from phalanx.protocol.topology import Topology
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
     BecameReady,
+    ChangeAsked,
     Event,
     Finished,
     Inspect,
@@ -29,6 +31,7 @@ from phalanx.supervisor.events import (
     Progressed,
     Publish,
     Reaped,
+    Send,
     SetEpoch,
     ShutdownAsked,
     Spawn,
@@ -91,6 +94,7 @@ class Plan:
     crash_looper: str  # dies at its start as long as there are faults; empty: none does
     ignores_term: float
     bad_input: str  # exits with BAD_INPUT at its third start; empty: none does
+    newcomer_fails: float = 0.0  # a seat that was added cannot start, whatever is tried
 
 
 @dataclass
@@ -112,10 +116,13 @@ class Host:
         self.table = process_table(config)
         self.specs = {spec.name: spec for spec in self.table}
         self.rows = {seat: Row() for seat in range(config.ranks)}
+        self.first_ranks = config.ranks
         self.core = self.make_core(self.table, GroupPlacements(LAYERS, EXPERTS, config.ranks))
         self.checks = Checks(self)
         self.plan = self._draw_plan()
         self._pids = 0
+        self._calls = 0
+        self.never_born: set[tuple[str, int]] = set()
         self.faults_end_ns = self.now_ns + FAULTS_END_NS
 
     @property
@@ -140,6 +147,7 @@ class Host:
             crash_looper=rng.choice(names) if rng.random() < 0.15 else "",
             ignores_term=rng.choice([0.0, 0.2]),
             bad_input=rng.choice(names) if rng.random() < 0.1 else "",
+            newcomer_fails=rng.choice([0.0, 0.0, 0.3]),
         )
 
     # ------------------------------------------------------------ the run
@@ -148,11 +156,16 @@ class Host:
         start_ns = self.now_ns
         for _ in range(self.rng.randint(0, 14)):
             self.after(self.rng.randrange(FAULTS_END_NS), self._random_fault)
+        for _ in range(self.rng.choice([0, 0, 1, 2, 5])):
+            self.after(self.rng.randrange(FAULTS_END_NS), self._ask_for_a_change)
         self._tick()
         self.clock.advance(self.faults_end_ns)
         self.clock.advance(self.faults_end_ns + CALM_NS, self._settled)
         self.checks.settled()
         if self.finished is None:
+            if self.rng.random() < 0.3:
+                self._ask_for_a_change()
+                self.clock.advance(self.now_ns + self.ms(0, 3000))
             self.feed(ShutdownAsked(self.rng.choice([0, 500, 3000])))
         self.clock.advance(self.now_ns + 30_000 * MS, lambda: self.finished is not None)
         self.checks.finished()
@@ -161,7 +174,9 @@ class Host:
 
     def _settled(self) -> bool:
         return self.finished is not None or (
-            not self.core.reasons() and all(c.mood == "well" for c in self.children.values())
+            not self.core.reasons()
+            and not self.core.changes.told
+            and all(c.mood == "well" for c in self.children.values() if c.alive)
         )
 
     def after(self, delay_ns: int, act: Act) -> None:
@@ -213,7 +228,12 @@ class Host:
     def _do(self, action: Action) -> None:
         match action:
             case Spawn(name, incarnation):
-                self._spawn(self.specs[name], incarnation)
+                spec = self.specs[name] = self.core.processes[name].spec
+                if spec.kind == "worker":
+                    self.rows.setdefault(spec.seat, Row())
+                self._spawn(spec, incarnation)
+            case Send(name, incarnation, HandOver()):
+                self._hand_over(self.children.get(name), incarnation)
             case Kill(name, incarnation, number):
                 self._signal(self.children.get(name), incarnation, number)
             case SetEpoch(epoch, seats):
@@ -249,6 +269,7 @@ class Host:
 
     def _spawn(self, spec: ProcessSpec, incarnation: int) -> None:
         if self._faulty and self.rng.random() < self.plan.spawn_failure:
+            self.never_born.add((spec.name, incarnation))
             event = Reaped(spec.name, incarnation, ExitCode.INTERNAL, "no room for a process")
             self.after(0, lambda: self.feed(event))
             return
@@ -370,6 +391,23 @@ class Host:
             self.after(self.ms(500, 4000), lambda: self._fed(child))
         elif mood == "deaf":
             self.after(self.ms(500, 15000), lambda: self._fed(child))
+
+    def _ask_for_a_change(self) -> None:
+        timeout_s = self.rng.choice([0.2, 2.0, 10.0, 60.0])
+        self._calls += 1
+        call = self._calls
+        if self.rng.random() < 0.6:
+            request: Scale | Restart = Scale(call, self.rng.choice([1, 2, 3, 4, 6]), timeout_s)
+        else:
+            names = ("all", "worker", "scheduler", "gateway", "eplb", "worker-0", "kvstore")
+            request = Restart(call, (self.rng.choice(names),), timeout_s)
+        self.story.append(f"{self.now_ns / 1e9:.3f} asked {request}")
+        self.checks.asked(request)
+        self.feed(ChangeAsked(b"operator", request))
+
+    def _hand_over(self, child: Child | None, incarnation: int) -> None:
+        if child is not None and child.incarnation == incarnation and child.turns:
+            self.after(self.ms(0, 1000), lambda: self.die(child, 0))
 
     def _fed(self, child: Child) -> None:
         if child.mood == "starved":

@@ -1,5 +1,6 @@
 """What must hold on the simulated host, checked against the truth that the core cannot see."""
 
+import signal
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -14,10 +15,20 @@ from phalanx.protocol.limits import (
     RESTARTS_MAX,
     STOP_ACK_MS,
 )
+from phalanx.protocol.messages import Error, Restart, Restarted, Scale, Scaled
 from phalanx.protocol.placement import Placement, copies
 from phalanx.protocol.topology import Topology
 from phalanx.supervisor.core import NodeStage
-from phalanx.supervisor.events import Action, Finished, Kill, Publish, SetEpoch, Spawn
+from phalanx.supervisor.events import (
+    Action,
+    Finished,
+    Kill,
+    Publish,
+    Reply,
+    Resized,
+    SetEpoch,
+    Spawn,
+)
 from phalanx.supervisor.process import Stage
 
 if TYPE_CHECKING:
@@ -39,11 +50,17 @@ class Checks:
         self.go_acks: dict[tuple[int, int], int] = {}
         self.members: dict[int, list[tuple[int, int]]] = {}  # even epoch -> its group
         self.running: list[tuple[int, int]] = []  # the group that ran last
+        self.running_epoch = 0
         self.worker_changes = 1  # reasons to move the epoch; the start is the first
         self.deaths: dict[str, int] = defaultdict(int)  # by kind
         self.banned: set[str] = set()  # said that its input is wrong
         self.word_ns = 0  # when the epoch word changed last
         self.go_ns = 0  # when a GO was published last
+        self.ranks = host.first_ranks
+        self.size_told = host.first_ranks  # to those that start
+        self.open: dict[int, tuple[Scale | Restart, int]] = {}  # changes asked for, and when
+        self.asked_starts: dict[str, int] = defaultdict(int)
+        self.any_change = False
 
     def require(self, condition: bool, text: str) -> None:
         if not condition:
@@ -67,12 +84,19 @@ class Checks:
         self.deaths[child.spec.kind] += 1
         if child.spec.kind == "worker":
             self.worker_changes += 1
-        if code == ExitCode.BAD_INPUT and child.spec.essential:
+        newcomer = self.host.core.processes.get(child.spec.name)
+        if (
+            code == ExitCode.BAD_INPUT
+            and child.spec.essential
+            and not (newcomer is not None and newcomer.in_hand)
+        ):
             self.banned.add(child.spec.name)
 
     def sigkilled(self, child: "Child") -> None:
         supervising = self.host.core.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
-        if supervising:
+        process = self.host.core.processes.get(child.spec.name)
+        told = process is not None and process.kill_ns > 0  # to end, and had its time
+        if supervising and not told:
             self.require(child.mood != "starved", f"{child.spec.name} was only starved")
         if child.spec.kind == "worker":
             self.worker_changes += 1
@@ -87,14 +111,70 @@ class Checks:
                 self._epoch(epoch)
             case Publish(topology):
                 self._publish(topology)
-            case Kill(name, incarnation):
-                child = self.host.children.get(name)
-                self.require(
-                    child is not None and child.incarnation == incarnation,
-                    f"signal for {name}#{incarnation}, which is not there",
-                )
+            case Kill(name, incarnation, number):
+                self._kill(name, incarnation, number)
+            case Reply(_, message):
+                self._replied(message)
+            case Resized(ranks):
+                self.size_told = ranks
             case Finished():
+                self.require(not self.open, f"finished, and never answered {self.open}")
                 self.require(self.host.finished is None, "finished twice")
+
+    def _kill(self, name: str, incarnation: int, number: int) -> None:
+        child = self.host.children.get(name)
+        there = child is not None and child.incarnation == incarnation
+        there = there or (name, incarnation) in self.host.never_born
+        self.require(there, f"signal for {name}#{incarnation}, which is not there")
+        if number == signal.SIGTERM and self.host.core.serving and self.host.word % 2 == 0:
+            seat = self.host.core.processes[name].spec.seat
+            member = name.startswith("worker") and (seat, incarnation) in self.running
+            self.require(not member, f"{name} is told to end while the group needs it")
+
+    # ------------------------------------------------------------ changes that were asked for
+
+    def asked(self, request: Scale | Restart) -> None:
+        self.open[request.call] = (request, self.host.now_ns)
+        self.any_change = True
+
+    def _replied(self, message: Scaled | Restarted | Error) -> None:
+        """Every change is answered once, and the node is as the answer says."""
+        host, core = self.host, self.host.core
+        self.host.story.append(f"{host.now_ns / 1e9:.3f} {message}")
+        self.require(message.call in self.open, f"answered twice: {message}")
+        request, _ = self.open.pop(message.call)
+        if isinstance(message, Error):
+            self.worker_changes += 1  # going back is a change as well
+        if isinstance(message, Scaled):
+            assert isinstance(request, Scale)
+            members = sorted(seat for seat, _ in self.running)
+            enough = host.word % 2 == 1 or set(members) <= set(message.seats)
+            self.require(enough, f"{message}, but the group has {members}")
+            self.ranks = message.ranks
+            self.require(message.ranks == request.ranks, f"{request}, {message}")
+        if isinstance(message, Scaled | Error) and isinstance(request, Scale):
+            refused = isinstance(message, Error) and message.code in ("not_ready", "shutdown")
+            if not refused:
+                self.require(self.size_told == self.ranks, f"told {self.size_told}: {message}")
+                found = sorted(core.workers)
+                self.require(len(found) == self.ranks, f"{message}, but the seats are {found}")
+                gone = [c.spec.name for c in host.children.values() if self._stays(c)]
+                self.require(not gone, f"{message}, but {gone} live")
+        if isinstance(message, Restarted):
+            self.require(not core.reasons(), f"{message}, but {core.reasons()}")
+
+    def _stays(self, child: "Child") -> bool:
+        there = child.spec.name in self.host.core.processes
+        return not there and not child.reaped
+
+    def _check_changes(self) -> None:
+        """Nothing that was asked for is under way for ever."""
+        for request, since_ns in self.open.values():
+            waited_s = (self.host.now_ns - since_ns) / 1e9
+            self.require(waited_s < request.timeout_s + 20, f"{request} since {waited_s:.1f} s")
+        told = self.host.core.changes.told
+        self.require(self.host.core.serving or not told, f"stopping, and under way: {told!r}")
+        self.require(bool(told) == bool(self.open), f"under way: {told!r}, open: {self.open}")
 
     def _spawn(self, name: str, incarnation: int) -> None:
         now_ns, before = self.host.now_ns, self.host.children.get(name)
@@ -106,7 +186,12 @@ class Checks:
         self.require(name not in self.banned, f"{name} restarted although its input is wrong")
         self.incarnations[name] = incarnation
         recent = [at for at in self.spawns[name] if at > now_ns - RESTART_WINDOW_MS * _MS]
-        if self.host.specs[name].essential:
+        process = self.host.core.processes[name]
+        if process.asked_starts > self.asked_starts[name]:  # no failure made it necessary
+            self.asked_starts[name] = process.asked_starts
+            self.spawns[name] = recent if process.policy.deaths_ns else []
+            return
+        if process.spec.essential:
             self.require(len(recent) <= RESTARTS_MAX, f"{name} restarted too often")
         if len(recent) >= 2:
             gap_ms = (now_ns - recent[-1]) / _MS
@@ -117,7 +202,8 @@ class Checks:
         self.require(epoch > self.host.word, f"the epoch went from {self.host.word} to {epoch}")
         self.word_ns = self.host.now_ns
         if epoch % 2 == 1:
-            self.require(self.worker_changes > 0, f"epoch {epoch} without a change of membership")
+            reason = self.worker_changes > 0 or bool(self.open)
+            self.require(reason, f"epoch {epoch} without a change of membership")
             # Deaths that the core has not heard of yet are reasons still to come.
             self.worker_changes = sum(map(self._unheard, self.host.children.values()))
             return
@@ -126,13 +212,15 @@ class Checks:
         self.require(
             topology is not None and topology.epoch == epoch, f"epoch {epoch} has no topology"
         )
-        self.running = self.members[epoch]
+        self.running, self.running_epoch = self.members[epoch], epoch
         for seat, incarnation in self.running:
             ready = self.go_acks.get((seat, incarnation)) == epoch
             self.require(ready, f"epoch {epoch} runs, worker-{seat}#{incarnation} is not ready")
 
     def _unheard(self, child: "Child") -> bool:
-        known = self.host.core.processes[child.spec.name]
+        known = self.host.core.processes.get(child.spec.name)
+        if known is None:
+            return False  # of a rank that was taken away
         same = known.incarnation == child.incarnation
         return child.spec.kind == "worker" and not child.alive and same and known.alive
 
@@ -155,6 +243,8 @@ class Checks:
                 child = self.host.children.get(f"worker-{seat}")
                 gone = child is None or child.incarnation != incarnation
                 gone = gone or child is not None and (child.killed or not child.alive)
+                left = self.stop_acks.get((seat, incarnation), 0) > self.running_epoch
+                gone = gone or left  # it was to leave, and has stopped since
                 self.require(gone, f"GO {topology.epoch}: lost worker-{seat} was not killed")
         self._check_experts(topology)
 
@@ -185,11 +275,18 @@ class Checks:
                 )
                 self._check_hang(child)
         self._check_answers()
+        self._check_changes()
         if not core.reasons():
             in_group = [seat for seat, _ in self.running]
-            whole = self.host.word % 2 == 0 and in_group == sorted(self.host.rows)
+            told = self.host.core.changes.told
+            whole = self.host.word % 2 == 0 and (bool(told) or len(in_group) == self.ranks)
             self.require(whole, f"healthy with seats {in_group} at epoch {self.host.word}")
-            ready = all(p.stage is Stage.READY for p in core.processes.values())
+            held = {
+                p.spec.name for p in core.processes.values() if p.in_hand and told[:5] == "scale"
+            }
+            ready = all(
+                p.stage is Stage.READY or p.spec.name in held for p in core.processes.values()
+            )
             self.require(ready, "healthy although a process is not ready")
 
     def _check_hang(self, child: "Child | None") -> None:
@@ -230,7 +327,8 @@ class Checks:
         if finished.code == ExitCode.GAVE_UP:
             essential = [name for name, spec in self.host.specs.items() if spec.essential]
             worst = max(len(self.spawns[name]) for name in essential)
-            self.require(worst == RESTARTS_MAX + 1, f"gave up after {worst} starts")
+            right = worst == RESTARTS_MAX + 1 or (self.any_change and worst <= RESTARTS_MAX)
+            self.require(right, f"gave up after {worst} starts")
         else:
             bad = finished.code == ExitCode.BAD_INPUT and self.host.plan.bad_input
             self.require(bool(bad), f"ended with {finished.code!r}: {finished.reason}")

@@ -52,7 +52,8 @@ class TestNode:
         self.run_dir.mkdir(exist_ok=True)
         self.close()
         command = [sys.executable, "-P", "-m", "node_main", str(self.run_dir), str(self.ranks)]
-        environment = {**os.environ, "PYTHONPATH": str(CHILDREN), **self.environment}
+        paths = [str(CHILDREN), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": ":".join(paths), **self.environment}
         output = (self.run_dir / "supervisor.out").open("ab")
         with output:
             self.supervisor = subprocess.Popen(

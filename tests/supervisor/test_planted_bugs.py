@@ -1,14 +1,23 @@
 """The simulator must find bugs, else it tests nothing: each core here has one planted, and a violation has
 to show within a stated number of seeds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 import pytest
 
-from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.errors import Code, ExitCode
+from phalanx.supervisor.changes import Changes, Scaling
 from phalanx.supervisor.core import SupervisorCore
-from phalanx.supervisor.events import AcksSeen, Action, BecameReady, Event, Reaped
+from phalanx.supervisor.events import (
+    AcksSeen,
+    Action,
+    BecameReady,
+    ChangeAsked,
+    Event,
+    Reaped,
+    Resized,
+)
 from phalanx.supervisor.group import Group, GroupPhase
 from phalanx.supervisor.patience import Patience
 from phalanx.supervisor.placements import GroupPlacements
@@ -48,7 +57,7 @@ def does_not_kill_the_lost_one(patch: pytest.MonkeyPatch) -> None:
     ) -> list[Action]:
         return self._dying(process, why, since_ns, now_ns) if process.alive else []
 
-    patch.setattr(SupervisorCore, "_lose", lose)
+    patch.setattr(SupervisorCore, "lose", lose)
 
 
 @planted(seeds=10)
@@ -109,7 +118,7 @@ def restarts_before_the_old_one_is_reaped(patch: pytest.MonkeyPatch) -> None:
         self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
     ) -> list[Action]:
         actions = right(self, process, why, since_ns, now_ns)
-        return actions + self._spawn(process, now_ns)
+        return actions + self.spawn(process, now_ns)
 
     patch.setattr(SupervisorCore, "_dying", dying)
 
@@ -221,9 +230,58 @@ def forgets_experts_of_the_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupPlacements, "settle", settle)
 
 
+@planted(seeds=40)
+def never_gives_a_scale_up(patch: pytest.MonkeyPatch) -> None:
+    right = Changes._scale
+
+    def scale(self: Changes, asked: ChangeAsked, now_ns: int) -> list[Action]:
+        actions = right(self, asked, now_ns)
+        if self.now is not None:
+            self.now.deadline_ns += 10**12
+        return actions
+
+    patch.setattr(Changes, "_scale", scale)
+
+
+@planted(seeds=120)
+def forgets_the_change_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Changes, "drop", lambda self, now_ns: [])
+
+
+@planted(seeds=40)
+def does_not_tell_the_old_size_when_going_back(patch: pytest.MonkeyPatch) -> None:
+    right = Changes._go_back
+
+    def go_back(self: Changes, change: Scaling, code: Code, why: str, now_ns: int) -> list[Action]:
+        return [a for a in right(self, change, code, why, now_ns) if not isinstance(a, Resized)]
+
+    patch.setattr(Changes, "_go_back", go_back)
+
+
+@planted(seeds=40)
+def ends_leavers_before_the_group_lets_them_go(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Group, seats: Collection[int], cause: str, now_ns: int) -> list[Action]:
+        for seat in seats:
+            self.members.pop(seat, None)
+        return []
+
+    patch.setattr(Group, "leave", leave)
+
+
+@planted(seeds=40)
+def fails_the_node_over_a_newcomer(patch: pytest.MonkeyPatch) -> None:
+    right = SupervisorCore._reaped
+
+    def reaped(self: SupervisorCore, process: Process, event: Reaped, now_ns: int) -> list[Action]:
+        process.in_hand = False
+        return right(self, process, event, now_ns)
+
+    patch.setattr(SupervisorCore, "_reaped", reaped)
+
+
 @pytest.mark.parametrize("plant, seeds", PLANTED, ids=[plant.__name__ for plant, _ in PLANTED])
 def test_bug_is_found(plant: Plant, seeds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    with pytest.raises(Violated):
+    with pytest.raises((Violated, KeyError)):  # a core that crashes is found as well
         for seed in range(seeds):
             Host(seed).run()

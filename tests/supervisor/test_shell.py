@@ -13,9 +13,18 @@ from supervisor.node import TestNode, pids_of, until
 
 from phalanx.protocol import arena
 from phalanx.protocol.codec import Decoder
+from phalanx.protocol.config import load_config
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import HANG_MS
-from phalanx.protocol.messages import Error, FromSupervisor, Shutdown
+from phalanx.protocol.messages import (
+    Error,
+    FromSupervisor,
+    Restart,
+    Restarted,
+    Scale,
+    Scaled,
+    Shutdown,
+)
 from phalanx.supervisor.lock import FAILED_FILE, running
 
 pytestmark = pytest.mark.process
@@ -115,6 +124,39 @@ def test_a_worker_that_does_not_answer_stop_is_lost_too(node: TestNode) -> None:
     node.wait_healthy()
     causes = "; ".join(r.cause for r in node.status().epochs)
     assert "worker-0 died; worker-2 did not acknowledge STOP" in causes
+
+
+def test_scale_and_restart_real_processes(node: TestNode) -> None:
+    node.start()
+    before = {p.name: p.pid for p in node.wait_healthy(90).processes}
+    down = node.ask(Scale(3, 1, 60.0), 90)
+    assert isinstance(down, Scaled) and (down.before, down.seats) == (3, (0,))
+    status = node.status()
+    assert status.healthy and [rank.slot for rank in status.ranks] == [0]
+    assert {p.name: p.pid for p in status.processes}.items() <= before.items()
+    assert load_config(node.run_dir).ranks == 1, "who starts from now on reads it"
+
+    node.behave("worker-3", "stop")
+    failed = node.ask(Scale(4, 4, 2.0), 60)
+    assert isinstance(failed, Error) and "worker-3" in failed.message  # late, or found hung
+    assert node.wait_healthy(90).change == "" and load_config(node.run_dir).ranks == 1
+    node.behave("worker-3", "crash")
+    failed = node.ask(Scale(5, 4, 60.0), 90)
+    assert isinstance(failed, Error) and "planted crash" in failed.message
+    node.behave("worker-3", "")
+    up = node.ask(Scale(6, 4, 60.0), 90)
+    assert isinstance(up, Scaled) and up.seats == (0, 1, 2, 3)
+    assert [rank.state for rank in node.status().ranks] == ["member"] * 4
+
+    replaced = node.ask(Restart(7, ("all",), 240.0), 260)
+    assert isinstance(replaced, Restarted) and len(replaced.restarted) == 12
+    status = node.wait_healthy(90)
+    now = {p.name: p.pid for p in status.processes}
+    assert not {now[name] for name in now if name != "supervisor"} & set(before.values())
+    assert {p.restarts for p in status.processes} == {0}
+    assert node.shut_down().left == ()
+    wait_end(node)
+    assert_nothing_left(node)
 
 
 def test_bad_input_ends_the_node_and_says_why(node: TestNode) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.limits import BEAT_PERIOD_MS
+from phalanx.protocol.messages import FromSupervisor, HandOver
 from phalanx.protocol.service import Service, run
 
 
@@ -23,6 +24,8 @@ def serve(service: Service) -> None:
             raise ConfigError("the directory /nowhere does not exist")
         case "crash":
             raise RuntimeError("planted crash")
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "ignore TERM":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     service.progress("load", 0.5)
@@ -30,7 +33,12 @@ def serve(service: Service) -> None:
         work(service, fault)
     else:
         service.ready()
-        service.loop({}, lambda now_ns: None)
+        service.loop({}, lambda now_ns: None, on_supervisor=lambda m: obey(service, m))
+
+
+def obey(service: Service, message: FromSupervisor) -> None:
+    """What a gateway does for its successor."""
+    service.stopping |= isinstance(message, HandOver)
 
 
 def work(service: Service, fault: str) -> None:

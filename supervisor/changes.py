@@ -1,0 +1,430 @@
+"""Changes that somebody asked for: another number of ranks, or a process replaced. One at a time. Pure.
+
+A change looks at the truth after every event and does the next thing; it keeps no plan that a fault
+could overtake. It always ends: with its goal reached, or by its deadline with the node as it was.
+"""
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import (
+    CHANGE_S_MAX,
+    HAND_OVER_MS,
+    KILL_GRACE_MS,
+    MAX_SEATS,
+    STOP_ACK_MS,
+    TERM_GRACE_MS,
+)
+from phalanx.protocol.messages import (
+    Error,
+    HandOver,
+    PhaseTime,
+    Restart,
+    Restarted,
+    Scale,
+    Scaled,
+)
+from phalanx.supervisor.events import Action, ChangeAsked, Kill, Reply, Resized, Send, Sweep, Tell
+from phalanx.supervisor.group import GroupPhase
+from phalanx.supervisor.process import Process, Stage
+from phalanx.supervisor.restart import RestartPolicy
+
+if TYPE_CHECKING:
+    from phalanx.supervisor.core import SupervisorCore
+
+_MS = 1_000_000
+ALL = "all"
+# Services first, since nobody notices; the gateway last, since its clients have to find the next one.
+_RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
+# For ending newcomers when a scale goes back: STOP and GO without them, SIGTERM, SIGKILL.
+_BACK_NS = (6 * STOP_ACK_MS + TERM_GRACE_MS + KILL_GRACE_MS) * _MS
+
+
+@dataclass(slots=True)
+class Scaling:
+    """From one number of ranks to another. Newcomers join together, in one change of the group, when all
+    are ready: until then nothing that runs has noticed them."""
+
+    asked: ChangeAsked
+    text: str
+    begun_ns: int
+    deadline_ns: int
+    before: int
+    coming: frozenset[int]
+    going: frozenset[int]
+    joining: bool = False
+    back: Error | None = None  # it failed: `going` are those that were coming
+
+
+@dataclass(slots=True)
+class Restarting:
+    """Process after process: out of the group if it is a worker, SIGTERM, a new one, the node whole."""
+
+    asked: ChangeAsked
+    text: str
+    begun_ns: int
+    deadline_ns: int
+    names: list[str]  # the first one is at work
+    since_ns: int = 0  # since when; 0: not begun
+    incarnation: int = 0  # of the process that is replaced
+    done: list[PhaseTime] = field(default_factory=list[PhaseTime])
+
+
+class Changes:
+    """The change under way, if any. Calls into the core, which calls `ask`, `step` and `drop`."""
+
+    def __init__(self, core: "SupervisorCore") -> None:
+        self._core = core
+        self.now: Scaling | Restarting | None = None
+        self._answer: tuple[ChangeAsked, Reply] | None = None  # of the change that ended last
+        self.retired: dict[str, Process] = {}  # of seats there are no more: incarnations go on
+
+    @property
+    def told(self) -> str:
+        """What is under way, for people; empty: nothing."""
+        return self.now.text if self.now is not None else ""
+
+    def hides(self, process: Process) -> bool:
+        """Whether the node is whole without it: a newcomer, or one that goes."""
+        return process.in_hand and isinstance(self.now, Scaling)
+
+    # ------------------------------------------------------------ asking
+
+    def ask(self, asked: ChangeAsked, now_ns: int) -> list[Action]:
+        request, core = asked.request, self._core
+        if self.now is not None and self.now.asked == asked:
+            return []  # said again: it is under way
+        if self._answer is not None and self._answer[0] == asked:
+            return [self._answer[1]]  # the answer was lost
+        if not 0 < request.timeout_s <= CHANGE_S_MAX:
+            text = f"timeout_s is {request.timeout_s}, allowed: above 0, to {CHANGE_S_MAX}"
+            return [_refusal(asked, Code.BAD_REQUEST, text)]
+        if not core.serving:
+            return [_refusal(asked, Code.SHUTDOWN, "the node is stopping")]
+        if core.ready_s < 0:
+            return [
+                _refusal(asked, Code.NOT_READY, "the node is still starting: ask when it is up")
+            ]
+        if self.now is not None:
+            since_s = (now_ns - self.now.begun_ns) / 1e9
+            text = f"another change is under way since {since_s:.1f} s ({self.now.text}): ask later"
+            return [_refusal(asked, Code.NOT_READY, text)]
+        begin = self._scale if isinstance(request, Scale) else self._restart
+        actions = begin(asked, now_ns)
+        if self.now is not None:
+            actions = [Tell("change", text=self.now.text), *actions]
+        return actions + self.step(now_ns)
+
+    def step(self, now_ns: int) -> list[Action]:
+        """Whatever can be done next."""
+        actions: list[Action] = []
+        while self.now is not None:
+            change = self.now
+            more = (self._scaling if isinstance(change, Scaling) else self._restarting)(now_ns)
+            actions += more
+            if not more or change is not self.now:
+                break
+        return actions
+
+    def drop(self, now_ns: int) -> list[Action]:
+        """The node stops: what is under way ends here, unfinished."""
+        change, self.now = self.now, None
+        if change is None:
+            return []
+        text = f"the node stopped during the change ({change.text})"
+        actions: list[Action] = [_refusal(change.asked, Code.SHUTDOWN, text)]
+        if isinstance(change, Restarting):  # the drain needs it; newcomers it does not
+            actions += self._let_go(self._core.processes[change.names[0]], now_ns)
+        return actions
+
+    def _end(self, reply: Scaled | Restarted | Error) -> list[Action]:
+        change, self.now = self.now, None
+        assert change is not None
+        failed = isinstance(reply, Error)
+        told = f"{change.text}: {reply.message}" if isinstance(reply, Error) else change.text
+        answer = Reply(change.asked.peer, reply)
+        self._answer = change.asked, answer
+        return [Tell("change failed" if failed else "changed", text=told), answer]
+
+    # ------------------------------------------------------------ one process
+
+    def _hold(self, names: Iterable[str]) -> None:
+        for name in names:
+            process = self._core.processes[name]
+            process.in_hand = True
+            if process.stage is Stage.WAITING:  # it shall not be started again
+                process.stage = Stage.DOWN
+
+    def _let_go(self, process: Process, now_ns: int) -> list[Action]:
+        """From here on its deaths are handled, and count, as usual."""
+        process.in_hand = False
+        if process.alive and process.kill_ns:  # told to end: there is no way back
+            return self._core.lose(process, "did not end when told to", process.kill_ns, now_ns)
+        if process.stage is Stage.DOWN and not process.leaving:
+            process.start_anew(now_ns)
+        if process.spec.kind == "worker" and process.stage is Stage.READY:
+            return self._core.group.stay(process.spec.seat, now_ns)
+        return []
+
+    def _finish_off(self, process: Process, now_ns: int) -> list[Action]:
+        """SIGTERM (the gateway is asked to hand over), then SIGKILL when its time is over."""
+        name, incarnation = process.spec.name, process.incarnation
+        if not process.alive:
+            process.kill_ns = process.kill_ns or now_ns
+            return []
+        if not process.kill_ns:
+            if process.spec.kind == "gateway" and process.stage is Stage.READY:
+                process.kill_ns = now_ns + (HAND_OVER_MS + TERM_GRACE_MS) * _MS
+                return [Send(name, incarnation, HandOver(HAND_OVER_MS))]
+            process.kill_ns = now_ns + TERM_GRACE_MS * _MS
+            return [Kill(name, incarnation, signal.SIGTERM)]
+        if now_ns < process.kill_ns:
+            return []
+        told_ns, process.kill_ns = process.kill_ns, now_ns
+        return self._core.lose(process, "did not end when told to", told_ns, now_ns)
+
+    # ------------------------------------------------------------ scale
+
+    def _scale(self, asked: ChangeAsked, now_ns: int) -> list[Action]:
+        core, request = self._core, asked.request
+        assert isinstance(request, Scale)
+        before, ranks = len(core.workers), request.ranks
+        if not 1 <= ranks <= MAX_SEATS:
+            text = f"ranks is {ranks}, allowed: 1 to {MAX_SEATS}"
+            return [_refusal(asked, Code.BAD_REQUEST, text)]
+        coming, going = self._seats_coming(ranks - before), self._seats_going(before - ranks)
+        if len(coming) < ranks - before:
+            text = "processes of an earlier size do not die, so their seats cannot be used"
+            return [_refusal(asked, Code.NOT_READY, text)]
+        text = f"scale from {before} to {ranks} ranks"
+        deadline_ns = now_ns + int(request.timeout_s * 1e9)
+        self.now = Scaling(asked, text, now_ns, deadline_ns, before, coming, going)
+        core.placements.resize(ranks)
+        actions: list[Action] = [Resized(ranks)] if coming else []  # newcomers read it
+        for seat in sorted(coming):
+            self._seat_newcomer(seat, now_ns)
+        self._hold(self._names(going))
+        return actions + (core.group.leave(going, text, now_ns) if going else [])
+
+    def _seats_coming(self, count: int) -> frozenset[int]:
+        """Holes first: seats are never renumbered."""
+        taken = {*self._core.workers, *(p.spec.seat for p in self.retired.values() if p.exists)}
+        free = [seat for seat in range(MAX_SEATS) if seat not in taken]
+        return frozenset(free[: max(0, count)])
+
+    def _seats_going(self, count: int) -> frozenset[int]:
+        """Who is not in the group first, so that a sick rank can be dropped; then the highest seats."""
+        group = self._core.group
+        order = sorted(self._core.workers, key=lambda seat: (seat in group.members, -seat))
+        return frozenset(order[: max(0, count)])
+
+    def _seat_newcomer(self, seat: int, now_ns: int) -> None:
+        core = self._core
+        core.group.have(seat)
+        for kind in ("worker", "scheduler"):
+            like = next(p.spec for p in core.processes.values() if p.spec.kind == kind)
+            spec = replace(
+                like, name=f"{kind}-{seat}", index=like.index - like.seat + seat, seat=seat
+            )
+            process = self.retired.pop(spec.name, None) or Process(spec, RestartPolicy())
+            process.policy = RestartPolicy(gives_up=spec.essential)
+            process.start_anew(now_ns)
+            process.in_hand = True
+            core.processes[spec.name] = process
+            if kind == "worker":
+                core.workers[seat] = process
+
+    def _names(self, seats: Iterable[int]) -> list[str]:
+        return [f"{kind}-{seat}" for seat in sorted(seats) for kind in ("worker", "scheduler")]
+
+    def _scaling(self, now_ns: int) -> list[Action]:
+        change = self.now
+        assert isinstance(change, Scaling)
+        if change.coming:
+            return self._come(change, now_ns)
+        return self._go(change, now_ns)
+
+    def _come(self, change: Scaling, now_ns: int) -> list[Action]:
+        core, group = self._core, self._core.group
+        newcomers = [core.processes[name] for name in self._names(change.coming)]
+        for process in newcomers:
+            if process.stage is Stage.DOWN:
+                text = f"{process.spec.name} could not be started: {process.ended}"
+                return self._go_back(change, Code.INTERNAL, text, now_ns)
+        if now_ns >= change.deadline_ns:
+            late = [p for p in newcomers if p.stage is not Stage.READY]
+            missing = ", ".join(f"{p.spec.name} ({p.detail or 'starting'})" for p in late)
+            text = f"not ready in time: {missing or 'the group did not change'}"
+            return self._go_back(change, Code.TIME_LIMIT, text, now_ns)
+        if any(process.stage is not Stage.READY for process in newcomers):
+            return []
+        if not change.joining:
+            change.joining = True
+            actions: list[Action] = []
+            for seat in sorted(change.coming):
+                actions += group.ready(seat, core.workers[seat].fingerprint, now_ns)
+            return actions
+        if group.phase is not GroupPhase.RUNNING or not group.members.keys() >= change.coming:
+            return []
+        for process in newcomers:
+            process.in_hand = False
+        return self._end(self._scaled(change, now_ns))
+
+    def _go_back(self, change: Scaling, code: Code, why: str, now_ns: int) -> list[Action]:
+        request = change.asked.request
+        text = f"{why}; the node has {change.before} ranks as before"
+        change.back = Error(request.call, code, text)
+        change.going, change.coming = change.coming, frozenset()
+        change.deadline_ns = now_ns + _BACK_NS
+        self._core.placements.resize(change.before)
+        cause = f"{change.text} failed"
+        return [
+            Tell("change failed", text=f"{change.text}: {why}: going back"),
+            Resized(change.before),
+            *self._core.group.leave(change.going, cause, now_ns),
+        ]
+
+    def _go(self, change: Scaling, now_ns: int) -> list[Action]:
+        core, group = self._core, self._core.group
+        late = now_ns >= change.deadline_ns
+        leavers = [core.processes[name] for name in self._names(change.going)]
+        actions: list[Action] = []
+        if not group.members.keys().isdisjoint(change.going):
+            if not late:
+                return []
+            if change.back is None:
+                return self._stay(change, leavers, now_ns)
+            for process in leavers:
+                actions += core.lose(process, "did not leave in time", change.deadline_ns, now_ns)
+        for process in leavers:
+            actions += self._finish_off(process, now_ns)
+        there = [process for process in leavers if process.exists]
+        # One that not even SIGKILL ends is left to the kernel: its seat is not used again.
+        stuck = all(now_ns >= p.kill_ns + KILL_GRACE_MS * _MS for p in there if p.kill_ns)
+        if actions or (there and not stuck):
+            return actions
+        return self._retire(change, leavers, now_ns)
+
+    def _stay(self, change: Scaling, leavers: list[Process], now_ns: int) -> list[Action]:
+        """Time is up before anybody has left: nothing has happened yet."""
+        self._core.placements.resize(change.before)
+        actions: list[Action] = []
+        for process in leavers:
+            actions += self._let_go(process, now_ns)
+        text = f"the group did not change in time; the node has {change.before} ranks as before"
+        return actions + self._end(Error(change.asked.request.call, Code.TIME_LIMIT, text))
+
+    def _retire(self, change: Scaling, leavers: list[Process], now_ns: int) -> list[Action]:
+        core = self._core
+        for process in leavers:
+            self.retired[process.spec.name] = core.processes.pop(process.spec.name)
+        for seat in change.going:
+            del core.workers[seat]
+            core.group.vacate(seat)
+        reply = change.back or self._scaled(change, now_ns)
+        resized: list[Action] = [] if change.back else [Resized(len(core.workers))]
+        return [*core.group.publish(), Sweep(), *resized, *self._end(reply)]
+
+    def _scaled(self, change: Scaling, now_ns: int) -> Scaled:
+        seats, seconds = tuple(sorted(self._core.workers)), (now_ns - change.begun_ns) / 1e9
+        call = change.asked.request.call
+        return Scaled(call, change.before, len(seats), seats, round(seconds, 3))
+
+    # ------------------------------------------------------------ restart
+
+    def _restart(self, asked: ChangeAsked, now_ns: int) -> list[Action]:
+        request = asked.request
+        assert isinstance(request, Restart)
+        names, unknown = self._chosen(request.names)
+        if unknown or not names:
+            known = ", ".join((ALL, *self._core.processes))
+            text = f"no process is called {' or '.join(map(repr, unknown)) or 'so'}; there are: {known}"
+            if "supervisor" in unknown:
+                text = "the supervisor cannot replace itself: stop the node and start it again"
+            return [_refusal(asked, Code.BAD_REQUEST, text)]
+        shown = ALL if ALL in request.names else ", ".join(names)
+        deadline_ns = now_ns + int(request.timeout_s * 1e9)
+        self.now = Restarting(asked, f"restart {shown}", now_ns, deadline_ns, names)
+        return []
+
+    def _chosen(self, wanted: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        """(processes in the order of their turn, words that name none)."""
+        known = self._core.processes
+        chosen: set[str] = set()
+        unknown: list[str] = []
+        for word in wanted:
+            # The whole name first: worker-1 is not worker-10.
+            found = [n for n in known if n == word] or [
+                n for n in known if word and n.startswith(word)
+            ]
+            chosen.update(known if word == ALL else found)
+            if not found and word != ALL:
+                unknown.append(word)
+        order = sorted(
+            chosen, key=lambda n: (_RESTART_ORDER.index(known[n].spec.kind), known[n].spec.index)
+        )
+        return order, unknown
+
+    def _restarting(self, now_ns: int) -> list[Action]:
+        core, change = self._core, self.now
+        assert isinstance(change, Restarting)
+        process = core.processes[change.names[0]]
+        if now_ns >= change.deadline_ns:
+            why = f"time is up ({'; '.join(core.missing()) or 'not begun'})"
+            return self._give_up(change, process, Code.TIME_LIMIT, why, now_ns)
+        if not change.since_ns:
+            return self._begin(change, process, now_ns)
+        if process.incarnation > change.incarnation:
+            return self._await_whole(change, process, now_ns)
+        if process.stage is Stage.DOWN and process.in_hand:
+            process.start_anew(now_ns)
+            return core.spawn(process, now_ns)
+        if process.spec.kind == "worker" and process.spec.seat in core.group.members:
+            return []
+        return self._finish_off(process, now_ns)
+
+    def _begin(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
+        """Only a whole node loses a process; but one that is down anyway is started at once."""
+        if process.alive and any(self._core.missing()):
+            return []
+        change.since_ns, change.incarnation = now_ns, process.incarnation
+        process.in_hand = process.alive or process.stage is Stage.DOWN
+        if process.stage is Stage.WAITING:  # its next start was put off after many deaths
+            process.start_anew(now_ns)
+        actions: list[Action] = [Tell("restarting", process.spec.name)]
+        if process.alive and process.spec.kind == "worker":
+            seat = {process.spec.seat}
+            actions += self._core.group.leave(seat, f"{process.spec.name} restarts", now_ns)
+        return actions
+
+    def _await_whole(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
+        name = process.spec.name
+        if process.incarnation > change.incarnation + 1 or not process.exists:
+            text = f"the new {name} died: {process.ended}"
+            return self._give_up(change, process, Code.INTERNAL, text, now_ns)
+        if process.stage is not Stage.READY or self._core.missing():
+            return []
+        seconds = round((now_ns - change.since_ns) / 1e9, 3)
+        change.done.append(PhaseTime("restart", name, seconds))
+        change.names.pop(0)
+        change.since_ns = 0
+        if change.names:
+            return [Tell("restarted", name)]
+        return self._end(Restarted(change.asked.request.call, tuple(change.done)))
+
+    def _give_up(
+        self, change: Restarting, process: Process, code: Code, why: str, now_ns: int
+    ) -> list[Action]:
+        """What has been begun goes on by itself, under the usual rules; the rest is left alone."""
+        text = f"{why}; not replaced: {', '.join(change.names)}"
+        if change.done:
+            text += f"; replaced: {', '.join(phase.process for phase in change.done)}"
+        actions = self._let_go(process, now_ns)
+        return actions + self._end(Error(change.asked.request.call, code, text))
+
+
+def _refusal(asked: ChangeAsked, code: Code, text: str) -> Reply:
+    return Reply(asked.peer, Error(asked.request.call, code, text))

@@ -1,0 +1,138 @@
+"""A live node changes size, its processes are replaced, it is told to stop: no token of any stream changes,
+and every request ends once."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from e2e.node import Node, assert_whole, others, tokens, wait_for
+from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.messages import Delta, Final
+from phalanx.services.client import Client
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def three(start_node: Callable[..., Node]) -> Node:
+    return start_node(3)
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[dict[str, Any]]:
+    return [{**request, "max_tokens": 90} for request in others(5)]
+
+
+@pytest.fixture(scope="module")
+def quiet(three: Node, requests: list[dict[str, Any]]) -> Any:
+    return tokens(three.generate(requests))
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+class Load:
+    """The requests again and again, until told to stop."""
+
+    def __init__(self, node: Node, requests: list[dict[str, Any]]) -> None:
+        self._node, self._requests, self._stop = node, requests, False
+        self.rounds: list[Any] = []
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop:
+            self.rounds.append(tokens(self._node.generate(self._requests)))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_for(lambda: self._node.running() > 0, 60, "running requests")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop = True
+        self._thread.join(240)
+
+
+def test_three_ranks_become_one_and_four(three: Node, requests: Any, quiet: Any) -> None:
+    pids = three.pids()
+    with Load(three, requests) as load:
+        (down,) = three("scale", 1)
+        assert (down["before"], down["ranks"], down["seats"]) == (3, 1, [0])
+        assert three.status()["healthy"] and len(three.status()["ranks"]) == 1
+        wait_for(lambda: three.running() > 0, 60, "running requests")
+        (up,) = three("scale", 4)
+        assert up["seats"] == [0, 1, 2, 3]
+        wait_for(lambda: three.running() > 0, 60, "running requests")
+    assert load.rounds and all(found == quiet for found in load.rounds)
+    status = three.status()
+    assert status["healthy"] and {p["restarts"] for p in status["processes"]} == {0}
+    assert three.pids("worker-0")["worker-0"] == pids["worker-0"]
+    (history,) = three("epochs")
+    (shrunk,) = [record for record in history if record["cause"] == "scale from 3 to 1 ranks"]
+    assert shrunk["survivors"] == [0] and shrunk["moved_requests"] > 0
+    assert_whole(three)
+
+
+def test_every_process_is_replaced_under_load(three: Node, requests: Any, quiet: Any) -> None:
+    before = three.pids()
+    with Load(three, requests) as load:
+        (done,) = three("restart", "all")
+    assert load.rounds and all(found == quiet for found in load.rounds)
+    assert {one["name"] for one in done["restarted"]} == before.keys() - {"supervisor"}
+    wait_for(lambda: bool(three.status()["healthy"]), 60, "healthy")
+    after = three.pids()
+    assert [name for name in before if before[name] == after[name]] == ["supervisor"]
+    assert {p["restarts"] for p in three.status()["processes"]} == {0}
+    assert_whole(three)
+
+
+def test_what_cannot_be_done_is_refused(three: Node) -> None:
+    assert three("scale", 0, code=2) == three("restart", "nobody", code=2) == []
+    assert three("scale", 6, "--timeout", 0.01, code=5) == []
+    wait_for(lambda: bool(three.status()["healthy"]), 60, "healthy")
+    assert three.status()["change"] == "" and len(three.status()["ranks"]) == 4
+
+
+@pytest.mark.parametrize("how", ["down", "SIGTERM"])
+def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
+    start_node: Callable[..., Node], tmp_path: Path, how: str
+) -> None:
+    """New requests are refused at once; running ones have until the limit; then each gets one final."""
+    (tmp_path / "config.json").write_text('{"drain_s": 2}')
+    node = start_node(1, "--config", tmp_path / "config.json")
+    pid = node.pids("supervisor")["supervisor"]
+    with Client(node.run_dir) as client:
+        short = client.generate(prompt_token_ids=[50] * 4, max_tokens=10, seed=1, ignore_eos=True)
+        streams = [
+            client.generate(prompt_token_ids=[70] * 4, max_tokens=8000, seed=s, ignore_eos=True)
+            for s in range(3)
+        ]
+        for stream in (short, *streams):
+            assert isinstance(next(iter(stream)), Delta)
+        stop = threading.Thread(target=lambda: node("down", "--timeout", 2))
+        stop.start() if how == "down" else os.kill(pid, signal.SIGTERM)
+        wait_for(lambda: not client.health().healthy, 5, "draining")
+        with pytest.raises(Refused) as refused:
+            client.generate(prompt_token_ids=[90] * 4, max_tokens=1).accepted()
+        assert refused.value.code is Code.SHUTDOWN
+        (done,) = short.results()
+        assert (done.finish_reason, len(done.token_ids)) == ("length", 10)
+        for stream in streams:
+            *deltas, final = stream
+            assert not any(isinstance(delta, Final) for delta in deltas)
+            assert isinstance(final, Final) and final.finish_reason == "abort"
+            assert final.code is Code.SHUTDOWN and "shutdown" in final.error
+            (result,) = stream.results()
+            assert len(result.token_ids) == final.offset > 0
+    wait_for(lambda: not alive(pid), 20, "stopped")
+    if how == "down":
+        stop.join(20)
+    node.start(1)
+    assert node.running() == 0, "what was ended does not come back to life"
+    assert node.stop() == {"stopped": True, "left": []}

@@ -1,0 +1,287 @@
+"""Changes that somebody asks for, as stories: another number of ranks, processes replaced."""
+
+import signal
+
+import pytest
+from supervisor.test_core import Story, running
+
+from phalanx.protocol.errors import Code, ExitCode
+from phalanx.protocol.limits import TERM_GRACE_MS
+from phalanx.protocol.messages import Error, HandOver, Restart, Restarted, Scale, Scaled
+from phalanx.supervisor.events import (
+    BecameReady,
+    ChangeAsked,
+    Kill,
+    Publish,
+    Reaped,
+    Reply,
+    Resized,
+    Send,
+    SetEpoch,
+    ShutdownAsked,
+    Spawn,
+)
+from phalanx.supervisor.process import Stage
+from phalanx.supervisor.status import status
+
+
+def ask(story: Story, request: Scale | Restart) -> Story:
+    return story.feed(ChangeAsked(b"me", request))
+
+
+def ends(story: Story, *names: str) -> Story:
+    """They obey SIGTERM."""
+    for name in names:
+        story.dies(name, ExitCode.OK)
+    return story
+
+
+def answer(story: Story) -> Scaled | Restarted | Error:
+    (reply,) = story.take(Reply)
+    assert reply.peer == b"me"
+    return reply.message
+
+
+def scaled_down() -> Story:
+    """From three ranks to the first one."""
+    story = ask(running(), Scale(7, 1, 60.0)).acks(stop=3).acks(go=4, seats=(0,))
+    ends(story, "worker-1", "scheduler-1", "worker-2", "scheduler-2")
+    assert answer(story) == Scaled(7, 3, 1, (0,), 0.0)
+    return story
+
+
+def test_a_rank_that_goes_leaves_the_group_first_and_ends_then() -> None:
+    story = ask(running(), Scale(7, 2, 60.0))
+    assert story.core.group.epoch == 3 and story.take(Kill) == []
+    story.acks(stop=3)
+    (go,) = story.take(Publish)
+    assert go.topology.members() == [0, 1] and go.topology.seats[2].state == "absent"
+    story.acks(go=4, seats=(0, 1)).wait(100)
+    assert not story.core.reasons(), "two whole ranks; the third is on its way out"
+    ends(story, "worker-2")
+    assert story.core.changes.told == "scale from 3 to 2 ranks"
+    ends(story, "scheduler-2")
+    assert answer(story) == Scaled(7, 3, 2, (0, 1), 0.1)
+    assert not story.core.reasons() and story.core.changes.told == ""
+    found = status(story.core, story.config, 1, 1, story.now_ns)
+    assert [rank.slot for rank in found.ranks] == [0, 1]
+    assert not story.core.processes.keys() & {"worker-2", "scheduler-2"}
+    topology = story.core.group.published
+    assert topology is not None and topology.seats[2].scheduler_incarnation == 0
+
+
+def test_ends_by_sigkill_if_it_must() -> None:
+    story = ask(running(), Scale(7, 2, 60.0)).acks(stop=3)
+    kills = {(k.name, k.signal) for k in story.acks(go=4, seats=(0, 1)).take(Kill)}
+    assert kills == {("worker-2", signal.SIGTERM), ("scheduler-2", signal.SIGTERM)}
+    ends(story, "scheduler-2").actions.clear()
+    story.wait(TERM_GRACE_MS + 100)
+    assert [(k.name, k.signal) for k in story.take(Kill)] == [("worker-2", signal.SIGKILL)]
+    story.feed(Reaped("worker-2", 1, -9))
+    assert isinstance(answer(story), Scaled)
+
+
+def test_holes_are_filled_before_new_seats_and_newcomers_join_together() -> None:
+    story = ask(scaled_down(), Scale(8, 4, 60.0)).wait(100)
+    spawned = story.take(Spawn)
+    workers = {(s.name, s.incarnation) for s in spawned if s.name.startswith("worker")}
+    assert workers == {("worker-1", 2), ("worker-2", 2), ("worker-3", 1)}
+    rows = [process.spec.index for process in story.core.processes.values()]
+    assert len(set(rows)) == len(rows), "a heartbeat row each"
+    story.ready("scheduler-1", "worker-1", "scheduler-2", "worker-2", "scheduler-3")
+    assert story.core.group.epoch == 4 and not story.core.reasons(), "one is missing"
+    story.ready("worker-3").acks(stop=5, seats=(0,))
+    (go,) = story.take(Publish)
+    assert go.topology.members() == [0, 1, 2, 3]
+    story.acks(go=6, seats=(0, 1, 2, 3))
+    done = answer(story)
+    assert isinstance(done, Scaled) and (done.ranks, done.seats) == (4, (0, 1, 2, 3))
+    assert not story.core.reasons()
+    restarts = {p.name: p.restarts for p in status(story.core, story.config, 1, 1, 1).processes}
+    assert set(restarts.values()) == {0}, "nothing failed"
+
+
+def test_a_rank_that_is_not_well_goes_first() -> None:
+    story = running().dies("worker-0").acks(stop=3, seats=(1, 2)).acks(go=4, seats=(1, 2))
+    ask(story, Scale(7, 2, 60.0))
+    story.dies("worker-0")
+    ends(story, "scheduler-0")
+    done = answer(story)
+    assert isinstance(done, Scaled) and done.seats == (1, 2)
+    assert story.core.group.epoch == 4, "nobody in the group had to notice"
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.INTERNAL, -9])
+def test_a_newcomer_that_cannot_start_leaves_the_old_size(code: int) -> None:
+    story = ask(scaled_down(), Scale(8, 3, 60.0)).wait(100).ready("scheduler-1", "worker-1")
+    assert story.take(Resized) == [Resized(3)]
+    story.dies("worker-2", code)
+    story.wait(100)
+    ends(story, "worker-1", "scheduler-1", "scheduler-2")
+    resized = [action for action in story.actions if isinstance(action, Resized)]
+    assert resized == [Resized(1)]
+    failed = answer(story)
+    assert isinstance(failed, Error) and failed.code is Code.INTERNAL
+    assert "worker-2 could not be started" in failed.message and "1 ranks" in failed.message
+    assert not story.core.reasons() and story.core.group.epoch == 4 and not story.core.failed
+    ask(story, Scale(9, 2, 60.0)).wait(100)
+    assert story.take(Spawn), "the next one is not refused"
+
+
+def test_a_newcomer_that_hangs_is_given_up_in_time() -> None:
+    """Whatever happens, no change is under way for ever."""
+    story = ask(scaled_down(), Scale(8, 2, 5.0)).wait(4_900).ready("scheduler-1")
+    assert story.core.changes.told
+    story.wait(200)
+    ends(story, "scheduler-1").wait(TERM_GRACE_MS)
+    story.feed(Reaped("worker-1", 2, -9))
+    failed = answer(story)
+    assert isinstance(failed, Error) and failed.code is Code.TIME_LIMIT
+    assert "not ready in time: worker-1" in failed.message
+    assert story.core.changes.told == "" and not story.core.reasons()
+
+
+def test_other_numerics_do_not_join() -> None:
+    story = ask(scaled_down(), Scale(8, 2, 5.0)).wait(100).ready("scheduler-1")
+    story.feed(BecameReady("worker-1", 2, "other")).feed(Reaped("worker-1", 2, -9))
+    failed = answer(ends(story, "scheduler-1"))
+    assert isinstance(failed, Error) and "numerics fingerprint" in failed.message
+    assert not story.core.reasons()
+
+
+def test_only_one_change_at_a_time() -> None:
+    story = ask(running(), Scale(7, 2, 60.0))
+    ask(story, Scale(8, 4, 60.0))
+    refused = answer(story)
+    assert isinstance(refused, Error) and refused.code is Code.NOT_READY and refused.call == 8
+    assert "scale from 3 to 2 ranks" in refused.message
+    ask(story, Restart(9, ("eplb",), 60.0))
+    assert isinstance(answer(story), Error)
+
+
+def test_time_up_before_anybody_left_changes_nothing() -> None:
+    story = ask(running(), Scale(7, 2, 0.2)).wait(300)
+    failed = answer(story)
+    assert isinstance(failed, Error) and failed.code is Code.TIME_LIMIT
+    story.acks(stop=3)
+    (go,) = story.take(Publish)
+    assert go.topology.members() == [0, 1, 2]
+    story.acks(go=4)
+    assert not story.core.reasons()
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 65])
+def test_absurd_sizes(ranks: int) -> None:
+    refused = answer(ask(running(), Scale(7, ranks, 60.0)))
+    assert isinstance(refused, Error) and refused.code is Code.BAD_REQUEST
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_absurd_times(timeout_s: float) -> None:
+    refused = answer(ask(running(), Restart(7, ("all",), timeout_s)))
+    assert isinstance(refused, Error) and refused.code is Code.BAD_REQUEST
+
+
+def test_a_node_that_starts_or_stops_is_not_changed() -> None:
+    story = ask(Story(2), Scale(7, 1, 60.0))
+    refused = answer(story)
+    assert isinstance(refused, Error) and refused.code is Code.NOT_READY
+    story = ask(running().feed(ShutdownAsked(1000)), Scale(7, 1, 60.0))
+    refused = answer(story)
+    assert isinstance(refused, Error) and refused.code is Code.SHUTDOWN
+
+
+def test_a_shutdown_answers_for_the_change_under_way() -> None:
+    story = ask(running(), Restart(7, ("scheduler-1",), 60.0)).feed(ShutdownAsked(1000))
+    refused = answer(story)
+    assert isinstance(refused, Error) and refused.code is Code.SHUTDOWN
+
+
+def test_a_process_is_replaced_and_that_is_no_failure() -> None:
+    story = ask(running(), Restart(7, ("scheduler-1",), 60.0))
+    assert [(k.name, k.signal) for k in story.take(Kill)] == [("scheduler-1", signal.SIGTERM)]
+    ends(story, "scheduler-1")
+    assert story.take(Spawn) == [Spawn("scheduler-1", 2)]
+    story.wait(100).ready("scheduler-1")
+    done = answer(story)
+    assert isinstance(done, Restarted)
+    assert [(one.process, one.s) for one in done.restarted] == [("scheduler-1", 0.1)]
+    process = story.core.processes["scheduler-1"]
+    assert process.policy.deaths_ns == [] and story.core.group.epoch == 2
+    shown = status(story.core, story.config, 1, 1, story.now_ns).processes
+    assert {p.restarts for p in shown} == {0}
+
+
+def test_a_worker_leaves_the_group_before_it_is_replaced() -> None:
+    story = ask(running(), Restart(7, ("worker-1",), 60.0))
+    assert story.core.group.epoch == 3 and story.take(Kill) == []
+    story.acks(stop=3)
+    assert [(k.name, k.signal) for k in story.take(Kill)] == [("worker-1", signal.SIGTERM)]
+    story.acks(go=4, seats=(0, 2))
+    ends(story, "worker-1").ready("worker-1").acks(stop=5, seats=(0, 2)).acks(go=6)
+    assert isinstance(answer(story), Restarted)
+    assert not story.core.reasons()
+
+
+def test_the_only_worker_is_replaced_too() -> None:
+    story = ask(running(1), Restart(7, ("worker-0",), 60.0)).acks(stop=3)
+    ends(story, "worker-0").ready("worker-0").acks(go=4)
+    assert isinstance(answer(story), Restarted)
+    assert story.take(SetEpoch) == [] and story.epoch == 4
+
+
+def test_the_gateway_hands_over_instead_of_ending_what_runs() -> None:
+    story = ask(running(), Restart(7, ("gateway",), 60.0))
+    sent = [s.message for s in story.take(Send) if s.name == "gateway"]
+    assert [type(message) for message in sent] == [HandOver]
+    ends(story, "gateway").ready("gateway")
+    assert isinstance(answer(story), Restarted)
+
+
+def test_all_is_one_after_the_other_each_when_the_node_is_whole() -> None:
+    story = ask(running(2), Restart(7, ("all",), 60.0))
+    order: list[str] = []
+    for _ in range(len(story.core.processes)):
+        (name,) = [n for n, p in story.core.processes.items() if p.in_hand]
+        order.append(name)
+        if name.startswith("worker"):
+            epoch, other = story.epoch, 1 - int(name[-1])
+            story.acks(stop=epoch).acks(go=epoch + 1, seats=(other,))
+            ends(story, name).ready(name).acks(stop=epoch + 2).acks(go=epoch + 3)
+        else:
+            ends(story, name).ready(name)
+        story.wait(100)
+    assert isinstance(answer(story), Restarted)
+    assert order == [
+        *("eplb", "kvstore", "tokenizer-0", "scheduler-0", "scheduler-1"),
+        *("worker-0", "worker-1", "gateway"),
+    ]
+
+
+def test_a_replacement_that_dies_ends_the_restart_with_its_reason() -> None:
+    story = ask(running(), Restart(7, ("scheduler",), 60.0))
+    ends(story, "scheduler-0").dies("scheduler-0", ExitCode.INTERNAL)
+    failed = answer(story)
+    assert isinstance(failed, Error) and "the new scheduler-0 died: exit code 70" in failed.message
+    assert "not replaced: scheduler-0, scheduler-1, scheduler-2" in failed.message
+    story.ready("scheduler-0")
+    assert not story.core.reasons()
+
+
+def test_a_node_that_is_not_whole_loses_nobody_more() -> None:
+    story = running().dies("kvstore")
+    ask(story, Restart(7, ("eplb",), 1.0))
+    assert [k.name for k in story.take(Kill) if k.name == "eplb"] == []
+    story.wait(1_100)
+    failed = answer(story)
+    assert isinstance(failed, Error) and failed.code is Code.TIME_LIMIT
+    assert "kvstore" in failed.message
+    assert story.core.processes["eplb"].stage is Stage.READY
+
+
+@pytest.mark.parametrize("names", [("nobody",), ("eplb", "x"), ("",), ("supervisor",), ()])
+def test_unknown_names_are_refused_and_nothing_happens(names: tuple[str, ...]) -> None:
+    story = ask(running(), Restart(7, names, 60.0))
+    refused = answer(story)
+    assert isinstance(refused, Error) and refused.code is Code.BAD_REQUEST
+    assert story.core.changes.told == ""
