@@ -99,8 +99,7 @@ class Arena:
             os.close(fd)
             raise _no_room(name, total, 0) from error
         mapping = mmap.mmap(fd, total)
-        _HEADER.pack_into(mapping, 0, 0, VERSION, nbytes, GENERATIONS_MAX, 0, owner.encode()[:64])
-        struct.pack_into("<I", mapping, 0, MAGIC)  # last: a half-made arena is never attached
+        write_header(mapping, nbytes, owner)
         return cls(name, fd, mapping, owned=True)
 
     @classmethod
@@ -113,23 +112,26 @@ class Arena:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ArenaError(f"cannot attach {path}: {error.strerror}") from error
-        size = os.fstat(fd).st_size
         try:
-            if size < HEADER_BYTES:
-                raise ArenaError(f"{path} has {size} bytes, less than an arena's header")
-            mapping = mmap.mmap(fd, size)
+            cls.check_header(fd, str(path))
+            mapping = mmap.mmap(fd, 0)
         except BaseException:
             os.close(fd)
             raise
-        magic, version, nbytes, *_ = _HEADER.unpack_from(mapping, 0)
+        return cls(name, fd, mapping, owned=False)
+
+    @staticmethod
+    def check_header(fd: int, shown: str = "the file") -> None:
+        """Raises ArenaError unless the file is a whole arena of this version."""
+        size = os.fstat(fd).st_size
+        if size < HEADER_BYTES:
+            raise ArenaError(f"{shown} has {size} bytes, less than an arena's header")
+        magic, version, nbytes, *_ = _HEADER.unpack(os.pread(fd, _HEADER.size, 0))
         if (magic, version, nbytes) != (MAGIC, VERSION, size - HEADER_BYTES):
-            mapping.close()
-            os.close(fd)
             raise ArenaError(
-                f"{path} is not an arena of this version: magic {magic:#x}, version {version},"
+                f"{shown} is not an arena of this version: magic {magic:#x}, version {version},"
                 f" {nbytes} bytes for a file of {size}"
             )
-        return cls(name, fd, mapping, owned=False)
 
     @property
     def nbytes(self) -> int:
@@ -208,6 +210,12 @@ class Arena:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def write_header(mapping: mmap.mmap, nbytes: int, owner: str) -> None:
+    """Make a file with `nbytes` of payload an arena. The magic goes last: no half-made one is attached."""
+    _HEADER.pack_into(mapping, 0, 0, VERSION, nbytes, GENERATIONS_MAX, 0, owner.encode()[:64])
+    struct.pack_into("<I", mapping, 0, MAGIC)
 
 
 def _remove_if_abandoned(path: Path, half_made: bool = True) -> bool:

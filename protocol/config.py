@@ -34,6 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0  # KV blocks of 128 tokens, null block included; 0: sized from kv_bytes
     kv_bytes: int = 0  # for KV blocks and state slots of one rank; 0: a share of what is free
+    host_weights: bool = True  # keep the checkpoint in /dev/shm, for workers that start again
     threads: int = 1  # torch threads; part of the numerics fingerprint
     # Other than `off`, a prompt's early tokens skip the later layers: less work, other tokens.
     yoco_truncation: Literal["off", "mask", "compact"] = "off"  # `mask` is for comparison

@@ -75,6 +75,7 @@ from phalanx.supervisor.processes import ProcessSpec, process_table
 from phalanx.supervisor.spawn import Child, Spawner, last_words
 from phalanx.supervisor.status import status
 from phalanx.supervisor.watch import Watch
+from phalanx.supervisor.weights import WeightsKeeper
 
 OnEvent = Callable[[Tell], None]
 TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
@@ -102,7 +103,8 @@ def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> Exit
     def placements() -> Placements:
         return GroupPlacements(*read_shape(config.model_path), config.ranks)
 
-    return run_processes(config, process_table(config), placements, on_event)
+    keep = config.device != "null" and config.worker.host_weights
+    return run_processes(config, process_table(config), placements, on_event, keep_weights=keep)
 
 
 def run_processes(
@@ -110,6 +112,8 @@ def run_processes(
     table: Sequence[ProcessSpec],
     placements: Callable[[], Placements],
     on_event: OnEvent = lambda event: None,
+    *,
+    keep_weights: bool = False,
 ) -> ExitCode:
     """`run_node` for any table of processes."""
     run_dir = rundir.prepare(config.run_path)
@@ -118,7 +122,10 @@ def run_processes(
         config.check()
         _check_name_free(config)
         config.save()
-        return Node(config, table, placements(), lock, on_event).run()
+        node = Node(config, table, placements(), lock, on_event)
+        if keep_weights:
+            node.keep_weights(lock.children_fd)
+        return node.run()
     except PhalanxError as error:
         bad_input = isinstance(error, ConfigError)
         write_failure(run_dir, ExitCode.BAD_INPUT if bad_input else ExitCode.UNHEALTHY, str(error))
@@ -173,10 +180,15 @@ class Node:
         self._later_ns = 0
         self._interrupts = 0
         self._injector = Injector(config.fault_injection, random.Random(), self._core.processes)
+        self._weights: WeightsKeeper | None = None
         self._faults: FaultTable | None = None
         if config.fault_injection:
             self._faults = FaultTable.create(config.node)
             faults.enable(config.node, SUPERVISOR_ROW)
+
+    def keep_weights(self, children_lock_fd: int) -> None:
+        """Hold a copy of the checkpoint in shared memory from when the node is ready."""
+        self._weights = WeightsKeeper(self._run_dir, self._config.node, children_lock_fd, self._log)
 
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
@@ -190,6 +202,8 @@ class Node:
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:
                     self._events.extend(self._watch.observe())
                     observed_ns = now_ns
+                    if self._weights is not None:
+                        self._weights.look()
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
@@ -372,6 +386,8 @@ class Node:
     def _tell(self, event: Tell) -> None:
         """To the log, each phase of a start once; to the live display, everything."""
         self._on_event(event)
+        if event.kind == "node ready" and self._weights is not None:
+            self._weights.start()
         phase = (event.process, event.text)
         if event.kind == "progress" and phase in self._phases_told:
             return
@@ -444,6 +460,8 @@ class Node:
     def _end(self, finished: Finished) -> ExitCode:
         """Everything is gone: remove what is left, say so to whoever asked, and how it ended."""
         self._spawner.close()
+        if self._weights is not None:
+            self._weights.close()
         self._board.close()
         if self._faults is not None:
             faults.active = None

@@ -45,7 +45,7 @@ class Child:
             pass  # a zombie: its end is about to be noticed
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """In the child, before its program starts: let the kernel kill it when the supervisor dies.
 
     The life pipe does the same, but a child looks at it only after seconds of imports. The signal is
@@ -102,7 +102,7 @@ class Spawner:
             pass_fds=(death_fd, self._life_read, self._lock_fd),
             process_group=0,  # Ctrl-C at the terminal is for the supervisor alone
             # Our only other threads are ZeroMQ's, and they hold no lock of Python's.
-            preexec_fn=partial(_die_with, os.getpid()),  # noqa: PLW1509
+            preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509
         )
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from phalanx.worker_svc.exchange import Exchange, Shape
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.group import Group
+from phalanx.worker_svc.host_weights import HostWeights
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
@@ -28,6 +29,7 @@ from phalanx.worker_svc.model.invariance import check_invariance
 from phalanx.worker_svc.model.shards import CheckpointError
 from phalanx.worker_svc.model.tensors import num_experts
 from phalanx.worker_svc.model.truncation import Truncation
+from phalanx.worker_svc.model.weights_hash import weights_hash
 
 
 class ModelBackend:
@@ -43,8 +45,11 @@ class ModelBackend:
         service.progress("check numerics")
         check_invariance()
         service.progress("hash weights")
+        self._host = HostWeights.find(config.node, config.model_path)
+        self._weights_hash = self._host.weights if self._host else weights_hash(config.model_path)
+        service.log.info("weights", where="host" if self._host else "files")
         self.fingerprint = numerics_fingerprint(
-            config.model_path,
+            self._weights_hash,
             config.device,
             config.worker.threads,
             self._truncation,
@@ -98,6 +103,7 @@ class ModelBackend:
         return load_checkpoint(
             config.model_path,
             backbone + drafts,
+            held=self._host.shards if self._host else None,
             progress=lambda done, total: service.progress("load weights", done / max(total, 1)),
         )
 
@@ -127,6 +133,7 @@ class ModelBackend:
     # ------------------------------------------------------------------ epochs
 
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
+        self._look_for_host_weights()
         loaded = 0
         index = placement.seats.index(self._seat)
         for layer, seats in enumerate(placement.physical_to_logical):
@@ -143,6 +150,16 @@ class ModelBackend:
         self._exchange = Exchange(node, self._seat, incarnation, epoch, members, self._shape)
         self._experts.enter_epoch(placement, self._exchange)
         return loaded
+
+    def _look_for_host_weights(self) -> None:
+        """They were not there yet when this worker started: what is missing now comes from them."""
+        if self._host is not None:
+            return
+        config = self._service.config
+        found = HostWeights.find(config.node, config.model_path)
+        if found is not None and found.weights == self._weights_hash:
+            self._host = found
+            self._weights.adopt(found.shards)
 
     def leave(self) -> None:
         if self._exchange is not None:

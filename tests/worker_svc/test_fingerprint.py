@@ -7,12 +7,13 @@ import pytest
 
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.model.truncation import Truncation
+from phalanx.worker_svc.model.weights_hash import weights_hash
 
 TINY = Path(__file__).parents[1] / "golden" / "tiny-a"
 
 
 def fingerprint(directory: Path = TINY, threads: int = 1, how: Truncation | None = None) -> str:
-    return numerics_fingerprint(directory, "cpu", threads, how or Truncation())
+    return numerics_fingerprint(weights_hash(directory), "cpu", threads, how or Truncation())
 
 
 @pytest.fixture

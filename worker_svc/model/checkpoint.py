@@ -13,7 +13,7 @@ from phalanx.kernels.reference.quant import dequant_engram_rows, dequant_fp4, de
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.footprint import NOT_LOADED, expert_bytes, held_bytes, packs_experts
 from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
-from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError
+from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError, Held
 from phalanx.worker_svc.model.tensors import expert_names, layer_prefix, num_experts
 from phalanx.worker_svc.model.token_map import engram_token_map
 
@@ -142,6 +142,10 @@ class Weights:
             )
             self._experts[layer] = (w1, w3, w2)
 
+    def adopt(self, held: Held) -> None:
+        """Take what is read from now on from the same shards in memory."""
+        self._checkpoint.adopt(held)
+
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of an Engram table: int64 [...] -> bf16 [..., engram_head_dim]."""
         codes, scales = self.packed(f"layers.{layer}.engram.embed")
@@ -183,6 +187,7 @@ def load_checkpoint(
     *,
     dequantize: bool = True,
     memory_limit_bytes: int | None = None,
+    held: Held | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Weights:
     """Load what one rank needs.
@@ -194,12 +199,13 @@ def load_checkpoint(
         dequantize: Hold linears and experts as float32. Otherwise quantized tensors are only
             mapped, `packed` gives them, and no expert has a slot.
         memory_limit_bytes: Refuse to need more; None asks the machine what is available.
+        held: Shards that are in memory already (`HostWeights`).
         progress: Called with (bytes read, bytes to read).
 
     Raises:
         ConfigError, CheckpointError: the checkpoint is unusable, or memory does not suffice.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = Checkpoint(directory, held)
     config = checkpoint.config
     slots = _all_experts(config) if expert_slots is None else expert_slots
     _check_slots(config, slots)

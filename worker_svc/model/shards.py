@@ -9,6 +9,7 @@ import mmap
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,7 @@ _MAX_HEADER = 100 << 20
 # has no name for it) the kernel refuses a private mapping larger than the machine's memory.
 _PRIVATE = mmap.MAP_PRIVATE | 0x4000
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+Held = Mapping[str, memoryview]  # shards in memory, by file name
 _SHOWN = 8  # names listed per kind of defect
 
 
@@ -40,38 +42,54 @@ class Entry:
 
 
 class Shard:
-    """One safetensors file, mapped privately: writes to the bytes never reach the file."""
+    """One safetensors file, mapped privately: writes to the bytes never reach the file.
 
-    def __init__(self, path: Path) -> None:
+    `held` is the same bytes in memory, mapped privately too: the file is not looked at then.
+    """
+
+    def __init__(self, path: Path, held: memoryview | None = None) -> None:
         self.path = path
+        if held is not None:
+            header = held[: 8 + min(int.from_bytes(held[:8], "little"), _MAX_HEADER)]
+            self.entries = _read_header(path, BytesIO(header), len(held))
+            self._bytes = held
+            return
         try:
             with path.open("rb") as file:
-                self.entries = _read_header(path, file)
-                self._map = mmap.mmap(file.fileno(), 0, flags=_PRIVATE, prot=_READ_WRITE)
+                self.entries = _read_header(path, file, path.stat().st_size)
+                mapped = mmap.mmap(file.fileno(), 0, flags=_PRIVATE, prot=_READ_WRITE)
+                self._bytes = memoryview(mapped)
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
     def view(self, name: str) -> memoryview:
         entry = self.entries[name]
-        return memoryview(self._map)[entry.begin : entry.end]
+        return self._bytes[entry.begin : entry.end]
+
+    def adopt(self, held: memoryview) -> None:
+        """From now on take the bytes from there; they are the same."""
+        assert len(held) == len(self._bytes)
+        self._bytes = held
 
 
 class Checkpoint:
     """An opened checkpoint: configuration, and every expected tensor found with its shape.
+
+    `held` has shards that are in memory already, by file name: their files are not looked at.
 
     Raises:
         ConfigError: config.json is missing or unusable.
         CheckpointError: files or tensors are missing, unexpected or misshapen; all are named.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, held: Held | None = None) -> None:
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory with a checkpoint")
         self.directory = directory
         self.config = ModelConfig.load(directory)
         self.specs: Mapping[str, TensorSpec] = tensor_specs(self.config)
         index = _weight_map(directory)
-        shards = _open_shards(directory, index.values())
+        self._shards = shards = _open_shards(directory, index.values(), held or {})
         self._shard_of = {name: shards[file] for name, file in index.items()}
         _check(directory, self.specs, self._shard_of)
 
@@ -83,15 +101,20 @@ class Checkpoint:
         """The tensor's bytes, mapped."""
         return self._shard_of[name].view(name)
 
+    def adopt(self, held: Held) -> None:
+        """Take the tensors from the same shards in memory from now on."""
+        for name, shard in self._shards.items():
+            if name in held:
+                shard.adopt(held[name])
+
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file. Raises CheckpointError if it is not one."""
     with path.open("rb") as file:
-        return _read_header(path, file)
+        return _read_header(path, file, path.stat().st_size)
 
 
-def _read_header(path: Path, file: BinaryIO) -> dict[str, Entry]:
-    size = path.stat().st_size
+def _read_header(path: Path, file: BinaryIO, size: int) -> dict[str, Entry]:
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if length > min(size - 8, _MAX_HEADER):
@@ -136,12 +159,12 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return raw
 
 
-def _open_shards(directory: Path, files: Iterable[str]) -> dict[str, Shard]:
+def _open_shards(directory: Path, files: Iterable[str], held: Held) -> dict[str, Shard]:
     names = sorted(set(files))
-    absent = [name for name in names if not (directory / name).is_file()]
+    absent = [name for name in names if name not in held and not (directory / name).is_file()]
     if absent:
         raise CheckpointError(f"{directory} lacks {_listed('shard file', absent)}")
-    return {name: Shard(directory / name) for name in names}
+    return {name: Shard(directory / name, held.get(name)) for name in names}
 
 
 def _check(directory: Path, specs: Mapping[str, TensorSpec], found: Mapping[str, Shard]) -> None:
