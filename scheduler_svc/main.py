@@ -276,7 +276,7 @@ class Shell:
             self._note_steps()
         unsent = [r for r in self.core.store_step(now_ns) if not self._ask_store(r)]
         for request in unsent:
-            self.core.handle(_not_sent(request), now_ns)
+            self.core.handle(not_sent(request), now_ns)
         if unsent:  # sequences that waited for these answers go on
             self._act(now_ns)
 
@@ -309,7 +309,7 @@ class Shell:
         self.core.handle(Membership(topology.epoch, seat.state == "member"), now_ns)
 
 
-def _not_sent(request: KVRequest) -> KVReply:
+def not_sent(request: KVRequest) -> KVReply:
     """What the store would say, if it were there."""
     reason = "the store is away, or its queue is full"
     match request:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.messages import BusFromGateway, BusToGateway, ExpertCounts, Put
+from phalanx.protocol.messages import BusFromGateway, BusToGateway, ExpertCounts, KVRequest
 from phalanx.supervisor.events import Action, Finished, Publish, Send, Sweep
 from sim.clock import Act
+from sim.hash_worker import Staged
 from sim.host import Child, Host, Plan
 from sim.world_body import Body
 from sim.world_checks import WorldChecks
@@ -79,6 +80,7 @@ class Node(Host):
         ranks = range(self.world.shape.ranks)
         self.posted = dict.fromkeys(ranks, (0, 0))
         self.checks: WorldChecks = WorldChecks(self)
+        self.staged: dict[str, Staged] = {}  # schedulers' staging arenas, by name
         self.seats = {
             seat: SeatWords(Bell(lambda seat=seat: self.ring_worker(seat)))  # type: ignore[misc]
             for seat in ranks
@@ -300,11 +302,11 @@ class Node(Host):
             body for body in self.bodies.values() if isinstance(body, SchedulerBody) and body.alive
         ]
 
-    def put(self, scheduler: SchedulerBody, put: Put) -> bool:
+    def ask_store(self, scheduler: SchedulerBody, request: KVRequest) -> bool:
         store = self.bodies.get("kvstore")
         if not isinstance(store, StoreBody) or not store.alive:
             return False
-        store.put(scheduler, put)
+        store.asked(scheduler, request)
         return True
 
     def to_eplb(self, message: ExpertCounts) -> None:

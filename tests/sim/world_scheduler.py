@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from phalanx.protocol.limits import COMMAND_RETRY_MS
-from phalanx.protocol.messages import Hello, Ping, Put, PutDone, Tokens, Welcome
+from phalanx.protocol.messages import Get, Hello, Ping, Tokens, Welcome
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepResult, WorkerHello
 from phalanx.protocol.topology import Seat
@@ -11,11 +11,14 @@ from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.events import (
     GatewayChanged,
     Membership,
+    Staging,
     StoreArenas,
     StoreLost,
     WorkerLost,
 )
+from phalanx.scheduler_svc.main import not_sent
 from phalanx.scheduler_svc.seat import SeatLink
+from sim.hash_worker import SPARE, WINDOW, Staged
 from sim.scheduler_checks import Onlooker
 from sim.world_body import MS, Body
 
@@ -44,6 +47,7 @@ class SchedulerBody(Body):
         self.up, self.peer = node.connect(self)
         self._topology_version = 0
         self._gateway: int | None = None
+        self._stagings = 0
         self._hello_due_ns = 0
         self.wake(0)
 
@@ -66,7 +70,8 @@ class SchedulerBody(Body):
                 self.onlooker.new_worker()
             self._handle(result)
             if isinstance(result, WorkerHello):
-                self._handle(StoreArenas(*self.node.generations(self.seat)))
+                generations = self.node.generations(self.seat)
+                self._handle(StoreArenas(*generations, self._new_staging()))
         self._act()
         due_ns = min(self._hello_due_ns - self.now_ns, int(self.core.wait_ms(self.now_ns) * 1e6))
         # A worker's hello wakes us here; the shell looks for it now and then.
@@ -85,11 +90,24 @@ class SchedulerBody(Body):
             if isinstance(message, Tokens):
                 self.onlooker.said(message)
             self.up.send(message)
-        for put in self.core.store_step(self.now_ns):
-            assert isinstance(put, Put)
-            if not self.node.put(self, put):
-                self._handle(PutDone(put.call, False, False, "the store is away"))
+        away = False
+        for request in self.core.store_step(self.now_ns):
+            if isinstance(request, Get):
+                staged = self.node.staged[request.handle.arena]
+                staged.generations[request.handle.region] = request.handle.generation
+            if not self.node.ask_store(self, request):
+                self._handle(not_sent(request))
+                away = True
+        if away:
+            self._act()
         self.onlooker.check()
+
+    def _new_staging(self) -> Staging:
+        """So small that loads wait for each other."""
+        self._stagings += 1
+        name = f"stage{self.seat}-{self.incarnation}.{self._stagings}"
+        self.node.staged[name] = Staged(4, 2, self.world.ring.get("ring", WINDOW + SPARE))
+        return Staging(name, 0, 4, 2)
 
     def store_lost(self) -> None:
         self.take(StoreLost())

@@ -7,13 +7,20 @@ import msgspec
 import numpy as np
 
 from phalanx.eplb_svc.core import EplbCore
+from phalanx.protocol.kvkeys import state_key
 from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.messages import (
+    Contains,
+    ContainsReply,
     Decode,
     Encode,
     Encoded,
     ExpertCounts,
+    Get,
+    GetDone,
     Hello,
+    KVReply,
+    KVRequest,
     Ping,
     Put,
     PutDone,
@@ -97,10 +104,32 @@ class TokenizerBody(Body):
 class StoreBody(Body):
     """Copies what it is given, some time later, if that is still there."""
 
-    def put(self, scheduler: SchedulerBody, put: Put) -> None:
-        self.later(
-            self.node.ms(1, 200 if self.world.faulty else 30), lambda: self._copy(scheduler, put)
-        )
+    def asked(self, scheduler: SchedulerBody, request: KVRequest) -> None:
+        match request:
+            case Put():
+                most_ms, then = 200 if self.world.faulty else 30, self._copy
+            case Contains():
+                most_ms, then = 20, self._look
+            case Get():
+                most_ms, then = 40, self._fill
+            case _:
+                raise AssertionError(f"not for a store: {request}")
+        self.later(self.node.ms(0.2, most_ms), lambda: then(scheduler, request))  # type: ignore[arg-type]
+
+    def _look(self, scheduler: SchedulerBody, asked: Contains) -> None:
+        keys, kept = asked.keys, self.world.stored
+        prefix = next((i for i, key in enumerate(keys) if key not in kept), len(keys))
+        ends = (i + 1 for i in reversed(range(prefix)) if state_key(keys[i]) in kept)
+        self._answer(scheduler, ContainsReply(asked.call, prefix, next(ends, 0)))
+
+    def _fill(self, scheduler: SchedulerBody, get: Get) -> None:
+        staged, found = self.node.staged[get.handle.arena], self.world.stored.get(get.key)
+        good = staged.generations[get.handle.region] == get.handle.generation
+        if not good or found is None or self.node.rng.random() < 0.02:
+            self._answer(scheduler, GetDone(get.call, False, reason="gone"))
+            return
+        staged.record(get.handle.offset)[:] = found
+        self._answer(scheduler, GetDone(get.call, True, get.handle.nbytes))
 
     def _copy(self, scheduler: SchedulerBody, put: Put) -> None:
         handle = put.handle
@@ -114,14 +143,16 @@ class StoreBody(Body):
         place = handle.offset // handle.nbytes
         found = worker.hash.blocks[place] if put.kind == "block" else worker.hash.snapshots[place]
         expected = self.world.keyed_at(put.key)
+        whole = found.copy()
         if put.kind == "state":
             found = found[(expected >> 20) % worker.hash.ring]
         self.node.require(
             bool(np.array_equal(found, expected)), "the store copied what its key does not say"
         )
+        self.world.stored[put.key] = whole
         self._answer(scheduler, PutDone(put.call, True, False))
 
-    def _answer(self, scheduler: SchedulerBody, answer: PutDone) -> None:
+    def _answer(self, scheduler: SchedulerBody, answer: KVReply) -> None:
         if scheduler.alive:
             scheduler.take(answer)
 

@@ -81,6 +81,7 @@ class WorkerBody(Body):
         self.hash = HashWorker(
             child.incarnation, shape.num_blocks, shape.num_slots, **node.world.ring
         )
+        self.hash.staging = node.staged
         self.generation = 0  # of its arenas: grows with each scheduler
         self.arena = f"kv-{self.seat}-{child.incarnation}"
         self.snapshots = f"snap-{self.seat}-{child.incarnation}"
