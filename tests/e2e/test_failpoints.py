@@ -40,6 +40,7 @@ def check(field: Field, case: Case) -> None:
         if case.fallen:
             field.kill(case.fallen)
         if case.process == "kvstore":  # it has the blocks of the others: give it new ones
+            node.wait_healthy()
             rng = random.Random(str(case))
             prompt = [rng.randrange(10, 200) for _ in range(300)]
             node.run([Spec(prompt, Sampling(seed=1, max_tokens=2))])
