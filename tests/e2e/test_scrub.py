@@ -4,19 +4,31 @@ names it."""
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from e2e.node import Node, wait_for
-from phalanx.protocol.messages import StatusQuery, StatusReply
+from phalanx.protocol.messages import Difference, StatusQuery, StatusReply
 from phalanx.services.client import Client
 from phalanx.supervisor.ask import ask
 
 pytestmark = pytest.mark.process
 
 NOISY = 1
+
+
+def difference(client: Client, request_id: str, seat: int) -> Difference | None:
+    """What a replay on the rank finds; once more when the rank was lost meanwhile (a starved machine)."""
+    deadline = time.monotonic() + 120
+    while True:
+        (sequence,) = client.replay(request_id, seat=seat).sequences
+        lost = sequence.difference is not None and sequence.difference.what == "error"
+        if not lost or time.monotonic() > deadline:
+            return sequence.difference
+        time.sleep(0.2)
 
 
 def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(
@@ -36,12 +48,13 @@ def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(
             stream.results()
             ids.append(stream.request_id)
         wait_for(lambda: status().scrubbed.checked >= 3, 120, "every rank compared")
-        assert status().scrubbed.differed == 0 and status().healthy
+        assert status().scrubbed.differed == 0
 
         node("inject", "ulp", f"worker-{NOISY}")
-        assert client.replay(ids[0], seat=0).equal  # the noise is in one rank's rows
-        again = [client.replay(request_id, seat=NOISY) for request_id in ids]
-        assert not all(found.equal for found in again), "then nothing that compares could fail"
+        assert difference(client, ids[0], 0) is None  # the noise is in one rank's rows
+        found = [difference(client, request_id, NOISY) for request_id in ids]
+        changed = [one for one in found if one is not None and one.what == "token"]
+        assert changed, "one ulp changed no token: then no test that compares them could fail"
         wait_for(lambda: bool(status().scrubbed.findings), 120, "found")
     finding = status().scrubbed.findings[0]
     assert (finding.seats, finding.against) == ((NOISY,), (0, 2))
