@@ -6,7 +6,7 @@ writer, named below. Readers never lock.
 """
 
 import time
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 
 import msgspec
 
@@ -25,11 +25,12 @@ _TOPOLOGY_AT = _PROCESSES_AT + MAX_PROCESSES * _PROCESS_BYTES
 BOARD_BYTES = _TOPOLOGY_AT + TOPOLOGY_BYTES_MAX
 
 
-class Post(IntFlag):
-    """What a rank says of itself for a step."""
+class Vote:
+    """What a rank says of itself before a step: bits of one plain number, 0 for nothing."""
 
-    NONE = 0
-    WORK = 1  # it has rows to run
+    PLAN = 1  # it has rows to run; under policy `ballot` rows of a decode step
+    WANTS_PROMPT = 2  # `ballot`: a prompt step would have something to do here
+    PROMPT_PLAN = 4  # `ballot`, second vote: rows of a prompt step are ready
 
 
 class ProcessPhase(IntEnum):
@@ -122,28 +123,29 @@ class SeatRow:
         self.bell = Word(data, base)  # the worker of the seat sleeps on it; anyone rings
         self.scheduler_bell = Word(data, base + 4)  # the scheduler of the seat sleeps on it
 
-    # Written by the worker: the step it wants to run next, or runs.
-    def post(self, epoch: int, step: int, flags: Post, plan_version: int) -> None:
-        """Publish what this rank brings to `step`. (epoch, step) is one word and goes last, so that
-        a peer never pairs the step of one epoch with the number of another."""
-        self._u32[self._at32 + 4] = int(flags)
-        self._u32[self._at32 + 5] = plan_version
-        self._u64[self._at64 + 8] = epoch << 32 | step
+    # Written by the worker: its vote in each round (`worker_svc/group.py`).
+    def post(self, epoch: int, number: int, vote: int, version: int) -> None:
+        """Vote in round `number`, with the placement version that this rank could run now.
+
+        (epoch, number) is one word and goes last, so that a peer never pairs the round of one epoch
+        with the number of another. There are two words for votes, used in turn: a quick rank posts
+        the next round before a slow one has read this one. It cannot be two rounds ahead, because a
+        round ends when everybody has posted it, and the slow one posts the next after it has read.
+        """
+        self._u64[self._at64 + 9 + number % 2] = version << 8 | vote
+        self._u64[self._at64 + 8] = epoch << 32 | number
 
     @property
     def posted(self) -> tuple[int, int]:
-        """(epoch, step) as posted last; steps count from 1 in every epoch."""
+        """(epoch, round) as posted last; rounds count from 1 in every epoch."""
         word = self._u64[self._at64 + 8]
         return word >> 32, word & 0xFFFFFFFF
 
-    @property
-    def posted_flags(self) -> Post:
-        return Post(self._u32[self._at32 + 4])
-
-    @property
-    def posted_version(self) -> int:
-        """The placement version that this rank could run at the posted step."""
-        return self._u32[self._at32 + 5]
+    def vote(self, number: int) -> tuple[int, int]:
+        """(`Vote` as a plain number, placement version) posted for that round: the newest or the one
+        before it."""
+        word = self._u64[self._at64 + 9 + number % 2]
+        return word & 0xFF, word >> 8
 
     # Written by the worker: answers to STOP and GO.
     @property

@@ -18,6 +18,13 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 1024  # rows of one step, prefill and decode together
     prefill_watermark: float = 0.9  # prefill starts only while the KV pool is at most this full
     async_steps: bool = True  # plan the next step while one runs
+    # `mixed`: prompts and outputs share steps. `ballot`: steps are of one kind, which the ranks agree on
+    # by vote: for prompts every so many decode steps, if all ranks want it or if any does; and at most
+    # so many prompt steps in a row while there are outputs to go on with.
+    policy: Literal["mixed", "ballot"] = "mixed"
+    prompt_all_steps: int = 70
+    prompt_any_steps: int = 100
+    prompt_steps_max: int = 4
     max_waiting: int = 4096  # sequences queued at one rank; beyond: `overloaded`
     # Prompts get as many rows of a step as keep it within this time; 0: max_num_batched_tokens.
     target_itl_ms: float = 0.0
@@ -156,6 +163,24 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 s.checkpoint_tokens,
                 s.checkpoint_tokens == 0 or s.checkpoint_tokens >= BLOCK_SIZE,
                 f"0 or >= {BLOCK_SIZE}",
+            ),
+            (
+                "scheduler.prompt_all_steps",
+                s.prompt_all_steps,
+                1 <= s.prompt_all_steps <= 65536,
+                "1 to 65536",
+            ),
+            (
+                "scheduler.prompt_any_steps",
+                s.prompt_any_steps,
+                1 <= s.prompt_any_steps <= 65536,
+                "1 to 65536",
+            ),
+            (
+                "scheduler.prompt_steps_max",
+                s.prompt_steps_max,
+                1 <= s.prompt_steps_max <= 65536,
+                "1 to 65536",
             ),
             ("scheduler.max_waiting", s.max_waiting, 1 <= s.max_waiting <= 65536, "1 to 65536"),
             (

@@ -78,6 +78,24 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     forks: tuple[tuple[int, int, int, int], ...] = ()
     restores: tuple[Restore, ...] = ()  # done before the forks
     staging: str = ""  # the scheduler's arena that they are copied from
+    turn: int = 0  # policy `ballot`: rows of a prompt step, for the `PromptTurn` of this number
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What a rank's scheduler has to do, under policy `ballot`; said whenever it changes."""
+
+    wants_prompt: bool = False  # a prompt step would have something to do
+    decodes: bool = False  # a plan of decode rows is under way, or follows
+    declined: int = 0  # the newest `PromptTurn` for which there was nothing to do after all
+
+
+class PromptTurn(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The group would take a prompt step now: answer with a plan of this turn, or decline it.
+
+    Plans made before this is known come back aborted.
+    """
+
+    turn: int
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -97,9 +115,10 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prompt_logprobs: tuple[bytes, ...] = ()
 
 
-ToScheduler = WorkerHello | StepResult
+ToScheduler = WorkerHello | StepResult | PromptTurn
+ToWorker = StepPlan | Offer
 _encoder = msgspec.msgpack.Encoder()
-_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_plan_decoder = msgspec.msgpack.Decoder(ToWorker)
 _result_decoder = msgspec.msgpack.Decoder(ToScheduler)
 
 
@@ -129,10 +148,10 @@ class Link:
     def attach(cls, node: str, number: int, link: int, seat: SeatRow) -> "Link":
         return cls(Arena.attach(link_arena_name(node, number, link)), seat)
 
-    def send_plan(self, plan: StepPlan) -> None:
+    def send_plan(self, plan: ToWorker) -> None:
         self._plans.write(_encoder.encode(plan))
 
-    def next_plan(self) -> StepPlan | None:
+    def next_plan(self) -> ToWorker | None:
         encoded = self._plans.read()
         return None if encoded is None else _plan_decoder.decode(encoded)
 

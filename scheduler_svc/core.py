@@ -2,7 +2,8 @@
 
 `handle` takes what arrived, `step` then decides: it plans the next step when none is under way and
 gives everything that is to be sent. Policy `mixed`: decode rows and prefill rows share one step
-under one budget of rows, so a long prompt never stalls running streams.
+under one budget of rows, so a long prompt never stalls running streams. Policy `ballot`: plans of
+decode rows are made ahead, plans of prompt rows when the group gives prompts a turn.
 
 A sequence ends exactly once: by its stop rules, by an error of its own, or by an abort, which is
 legal in every state. If a step in flight may still write its blocks and slot, these come back with
@@ -40,7 +41,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from phalanx.protocol.queues import QueueTable, State
-from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.protocol.steps import Offer, PromptTurn, StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.admission import admit
 from phalanx.scheduler_svc.commit import Commit, commit
 from phalanx.scheduler_svc.cost import StepCost
@@ -57,7 +58,7 @@ from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.load import LoadReport
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight, make_plan, retract
-from phalanx.scheduler_svc.prefill import take_chunks
+from phalanx.scheduler_svc.prefill import Prefill, take_chunks, wants_prompt
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.restore import Restorer
 from phalanx.scheduler_svc.state import Key, Load, Sequence, Table
@@ -132,6 +133,10 @@ class Scheduler:
         # abandoned, too, and so would be one that was made before that is known.
         self._draining = False
         self._seen = 0  # the newest result
+        self._turn = (
+            0  # policy `ballot`: the group waits for a plan of prompts, or for our declining
+        )
+        self._offer = Offer()  # the newest that the worker has
         self._serial = 0
         self._plan_seq = 0
         self._tokens_seq = 0
@@ -152,6 +157,7 @@ class Scheduler:
             ListSequences: self._list_sequences,
             WorkerHello: self._hello,
             StepResult: self._result,
+            PromptTurn: self._prompt_turn,
             Membership: self._on_membership,
             WorkerLost: self._worker_lost,
             GatewayChanged: self._gateway_changed,
@@ -184,10 +190,11 @@ class Scheduler:
             self.store.expire(now_ns)
         if self.restorer is not None:
             self._go_on(*self.restorer.expire(now_ns))
-        if self.accepting and not self._draining and len(self.flights) < self._flights_max:
-            plan = self._plan(now_ns)
-            if plan is not None:
-                actions.plans.append(plan)
+        if self.config.policy == "mixed":
+            if self._may_plan:
+                actions.add(self._plan(now_ns))
+        else:
+            self._take_turns(actions, now_ns)
         self._repeat_finals(now_ns)
         self._flush_items()
         load = self._current_load()
@@ -208,9 +215,18 @@ class Scheduler:
         return self.worker is not None and self._membership.member
 
     @property
+    def _may_plan(self) -> bool:
+        return self.accepting and not self._draining and len(self.flights) < self._flights_max
+
+    @property
     def busy(self) -> bool:
         """A plan is under way: its result is the next thing to wait for."""
         return bool(self.flights)
+
+    @property
+    def listens(self) -> bool:
+        """The worker may say something at any moment."""
+        return bool(self.flights) or self._offer.wants_prompt
 
     @property
     def live(self) -> int:
@@ -334,43 +350,92 @@ class Scheduler:
         self._fences.clear()
         self._draining, self._seen = False, self._plan_seq
         self.store = self.restorer = None
+        self._turn, self._offer = 0, Offer()
 
     def _on_membership(self, membership: Membership, now_ns: int) -> None:
         self._membership = membership
 
-    def _plan(self, now_ns: int) -> StepPlan | None:
+    def _plan(
+        self, now_ns: int, *, decode: bool = True, prompts: bool = True, turn: int = 0
+    ) -> StepPlan | None:
+        """A step of rows of one or both kinds; None when there is nothing for it."""
+        decoders = self._take_decoders(now_ns) if decode else Decoders()
+        if decoders is None:
+            return None
+        prefill = self._take_chunks(self._prompt_rows(decoders), now_ns) if prompts else Prefill()
+        if not len(decoders.rows) and not prefill.chunks:
+            return None
+        self._plan_seq += 1
+        plan, flight = make_plan(
+            self._plan_seq, self._seen, self.rank, decoders, prefill, self.restorer, turn
+        )
+        self.flights.append(flight)
+        return plan
+
+    def _take_decoders(self, now_ns: int) -> Decoders | None:
         assert self.worker is not None
-        budget = self.config.max_num_batched_tokens
-        decoders = take_decoders(
+        return take_decoders(
             self.rank,
-            budget=budget,
+            budget=self.config.max_num_batched_tokens,
             max_drafts=self.worker.max_drafts,
             idle=not self.flights,
             evict=lambda victim: self._evict(victim, now_ns),
         )
-        if decoders is None:
-            return None
-        stored = _Stored(self.store, self.restorer, now_ns)
+
+    def _take_chunks(self, budget: int, now_ns: int) -> Prefill:
         prefill = take_chunks(
             self.rank,
-            self._prompt_rows(decoders),
+            budget,
             max_num_seqs=self.config.max_num_seqs,
             watermark=self.config.prefill_watermark,
-            stored=stored if self.store is not None else None,
+            stored=self._stored(now_ns),
         )
-        if not len(decoders.rows) and not prefill.chunks:
-            return None
         if sum(chunk.count for chunk in prefill.chunks) >= self._moved_rows:
             self._moved_rows *= 2
         if self.store is not None:
             for chunk in prefill.chunks:
                 self.store.claim(chunk, now_ns)
-        self._plan_seq += 1
-        plan, flight = make_plan(
-            self._plan_seq, self._seen, self.rank, decoders, prefill, self.restorer
+        return prefill
+
+    def _stored(self, now_ns: int) -> _Stored | None:
+        return _Stored(self.store, self.restorer, now_ns) if self.store is not None else None
+
+    # ------------------------------------------------------------ policy `ballot`
+
+    def _take_turns(self, actions: Actions, now_ns: int) -> None:
+        """Plan what it is the turn of, and say what we would do if it were ours.
+
+        A turn of prompts begins with nothing else under way: what was planned ahead comes back
+        aborted. And nothing is planned ahead of a prompt step's result.
+        """
+        declined = self._offer.declined
+        if self._may_plan:
+            turn = 0 if self.flights else self._turn
+            if turn:
+                self._turn = 0
+                plan = self._plan(now_ns, decode=False, turn=turn)
+                declined = declined if plan is not None else turn
+                actions.add(plan)
+            if not self._turn and not (self.flights and self.flights[-1].chunks):
+                actions.add(self._plan(now_ns, prompts=False))
+        wants = declined == self._offer.declined and wants_prompt(
+            self.rank,
+            max_num_seqs=self.config.max_num_seqs,
+            watermark=self.config.prefill_watermark,
+            stored=self._stored(now_ns),
         )
-        self.flights.append(flight)
-        return plan
+        offer = Offer(
+            wants_prompt=wants,  # not what was just declined, until this is looked at again
+            decodes=bool(self.flights and self.rank.decoding),
+            declined=declined,
+        )
+        if offer != self._offer:
+            self._offer = actions.offer = offer
+
+    def _prompt_turn(self, turn: PromptTurn, now_ns: int) -> None:
+        self._turn = turn.turn
+
+    # ------------------------------------------------------------ making plans
 
     def _prompt_rows(self, decoders: Decoders) -> int:
         """Rows that prompts may have beside the decoders, within the target for a step's time.

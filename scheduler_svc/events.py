@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from phalanx.protocol.messages import BusToGateway
-from phalanx.protocol.steps import StepPlan
+from phalanx.protocol.steps import Offer, StepPlan
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -48,7 +48,12 @@ class StoreLost(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Actions:
-    """What the shell is to do, each list in its order."""
+    """What the shell is to do, in this order, each list in its own."""
 
+    offer: Offer | None = None  # for the worker, ahead of the plans
     plans: list[StepPlan] = field(default_factory=list)
     gateway: list[BusToGateway] = field(default_factory=list)
+
+    def add(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self.plans.append(plan)

@@ -34,7 +34,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.queues import QueueTable, queue_arena_name, queue_bytes
 from phalanx.protocol.rundir import BUS_SOCKET, KVSTORE_SOCKET, endpoint
 from phalanx.protocol.service import Service, Socket
-from phalanx.protocol.steps import WorkerHello
+from phalanx.protocol.steps import StepResult, WorkerHello
 from phalanx.protocol.topology import Seat
 from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.events import (
@@ -178,7 +178,7 @@ class Shell:
         self._greet(now_ns)
         self._take_results(now_ns)
         self._act(now_ns)
-        if self.core.busy:
+        if self.core.listens:
             self._serve_worker(now_ns)
             return 0.0
         self._garbage.when_idle(now_ns)
@@ -191,7 +191,7 @@ class Shell:
         """Steps, for one slice of time: sleep until the result, commit it, send the next plan."""
         bell = self.service.board.seats[self.service.seat].scheduler_bell
         now_ns = start_ns
-        while self.core.busy and now_ns - start_ns < SLICE_MS * 1e6:
+        while self.core.listens and now_ns - start_ns < SLICE_MS * 1e6:
             heard = bell.value
             if not self._take_results(now_ns):
                 bell.wait(heard, SLICE_MS)
@@ -211,7 +211,9 @@ class Shell:
             if isinstance(message, WorkerHello):
                 self._sent_ns.clear()
                 self._worker_ready(message, now_ns)
-            elif (sent_ns := self._sent_ns.pop(message.seq, None)) is not None:
+            elif isinstance(message, StepResult) and (
+                sent_ns := self._sent_ns.pop(message.seq, None)
+            ):
                 self._running_ns.append(max(sent_ns, self._done_ns))
         return bool(messages)
 
@@ -260,6 +262,8 @@ class Shell:
 
     def _act(self, now_ns: int) -> None:
         actions = self.core.step(now_ns)
+        if actions.offer is not None:
+            self.seat.send(actions.offer)
         for plan in actions.plans:
             failpoint("scheduler.plan.before_send")
             self.seat.send(plan)

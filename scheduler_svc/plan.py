@@ -39,6 +39,7 @@ def make_plan(
     decoders: Decoders,
     prefill: Prefill,
     restorer: Restorer | None = None,
+    turn: int = 0,
 ) -> tuple[StepPlan, Flight]:
     """Decoders first (all sampled), then the chunks."""
     chunks = prefill.chunks
@@ -78,6 +79,7 @@ def make_plan(
         ),
         restores=tuple(map(restorer.restores, loads)) if restorer and loads else (),
         staging=restorer.arena if restorer and loads else "",
+        turn=turn,
     )
     num_rows = decoders.num_rows + sum(chunk.count for chunk in chunks)
     context = decoders.context(rank) + sum(chunk.context for chunk in chunks)

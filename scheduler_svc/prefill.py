@@ -70,6 +70,16 @@ def take_chunks(
     return _Taking(rank, budget, max_num_seqs, watermark, stored).run()
 
 
+def wants_prompt(
+    rank: Rank, *, max_num_seqs: int, watermark: float, stored: Stored | None = None
+) -> bool:
+    """Whether `take_chunks` would find something, as far as can be seen without taking it."""
+    if rank.prefilling:
+        return True
+    taking = _Taking(rank, 1, max_num_seqs, watermark, stored)
+    return bool(rank.waiting) and next(taking.startable(), None) is not None
+
+
 class _Taking:
     """One call of `take_chunks`."""
 
@@ -112,7 +122,7 @@ class _Taking:
     def _load(self) -> None:
         """Begin to load what is stored: that costs no rows, so it need not wait for them."""
         passed: list[Sequence] = []
-        for sequence in self._startable():
+        for sequence in self.startable():
             if not sequence.stored:
                 passed.append(sequence)
                 continue
@@ -136,10 +146,10 @@ class _Taking:
         """Whose turn it is; None when nobody can take more."""
         while self._open and not self._wants(self._open[0]):
             del self._open[0]
-        first = self._open[0] if self._open else next(self._startable(), None)
+        first = self._open[0] if self._open else next(self.startable(), None)
         if first is None or self._remaining(first) <= self._left:
             return first
-        waiting = list(self._startable())
+        waiting = list(self.startable())
         queue = [sequence for sequence in self._open if self._wants(sequence)] + waiting
         chosen = min(queue, key=self._remaining)
         if self._remaining(chosen) > self._remaining(first) // OVERTAKES:
@@ -149,7 +159,7 @@ class _Taking:
                 passed.overtaken += 1
         return chosen
 
-    def _startable(self) -> Iterator[Sequence]:
+    def startable(self) -> Iterator[Sequence]:
         """Waiting sequences that could start now, as far as one may go before those ahead of it.
 
         When there is no room for the first, nobody behind it starts: else it would never find room.

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from phalanx.protocol.board import SeatRow
-from phalanx.protocol.steps import Link, StepPlan, ToScheduler, WorkerHello
+from phalanx.protocol.steps import Link, ToScheduler, ToWorker, WorkerHello
 from phalanx.protocol.topology import Seat
 
 
@@ -70,8 +70,8 @@ class SeatLink:
     def _is_present(self, hello: WorkerHello) -> bool:
         return hello.worker_incarnation == self._worker and not self._gone
 
-    def send(self, plan: StepPlan) -> None:
-        self._link.send_plan(plan)
+    def send(self, message: ToWorker) -> None:
+        self._link.send_plan(message)
 
     def positions(self) -> dict[str, tuple[int, int]]:
         return self._link.positions()

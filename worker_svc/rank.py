@@ -4,6 +4,7 @@ It sleeps on one doorbell, rung by its scheduler (a plan), its peers (a posted s
 the supervisor (the epoch, the topology). What a step does is the backend's business.
 """
 
+import time
 from typing import Protocol
 
 import msgspec
@@ -19,9 +20,12 @@ from phalanx.protocol.messages import ExpertCounts
 from phalanx.protocol.placement import Placement
 from phalanx.protocol.rundir import EPLB_SOCKET, endpoint
 from phalanx.protocol.service import Service
-from phalanx.protocol.steps import Link, StepPlan, StepResult, WorkerHello
+from phalanx.protocol.steps import Link, StepPlan, StepResult, ToScheduler, WorkerHello
 from phalanx.protocol.topology import Topology
+from phalanx.worker_svc.agreement import Agreement
+from phalanx.worker_svc.ballot import Next
 from phalanx.worker_svc.group import Group
+from phalanx.worker_svc.hand import PATIENCE_NS, Hand
 
 _COUNTS_EVERY_STEPS = 64  # steps between two reports of expert counts
 
@@ -68,10 +72,11 @@ class Rank:
         self._row.worker_incarnation = service.incarnation
         self._link: Link | None = None
         self._link_number = 0
-        self._aborted = 0  # seq of the newest plan of this link that was abandoned
-        self._group: Group | None = None
+        self._hand = Hand()  # what came through the link and is not done yet
+        self._agreement: Agreement | None = None  # of the epoch that we are in
         self._stopped_at = 0  # the odd epoch acknowledged last
         self._prepared: Topology | None = None  # the topology that we are ready to run
+        self._placement_version = 0  # of its placement
         identity = f"{service.name}#{service.incarnation}"
         self._eplb = connect_dealer(endpoint(service.run_dir, EPLB_SOCKET), identity)
         self._steps_counted = 0
@@ -82,7 +87,8 @@ class Rank:
             heard = self._row.bell.value
             self._service.beat()
             if not self._turn():
-                self._row.bell.wait(heard, BEAT_PERIOD_MS)
+                patience = PATIENCE_NS / 1e6 if self._hand.waits else BEAT_PERIOD_MS
+                self._row.bell.wait(heard, patience)
 
     def _turn(self) -> bool:
         """One look at the world. False when there was nothing to do."""
@@ -90,42 +96,50 @@ class Rank:
         if epoch % 2 == 1:
             return self._obey_stop(epoch)
         self._adopt_link()
-        if self._group is None or self._group.epoch != epoch:
+        if self._agreement is None or self._agreement.group.epoch != epoch:
             return self._enter(epoch)
-        plan = self._next_plan()
-        if plan is None and not self._group.peer_waits():
+        if not self._agreement.due():
             self._service.row.phase = ProcessPhase.READY
             return False
-        self._step(self._group, plan)
+        self._round(self._agreement)
         return True
 
-    def _next_plan(self) -> StepPlan | None:
-        """The next plan to run. One made without knowing of an abandoned step is abandoned with it."""
-        while self._link is not None and (plan := self._link.next_plan()) is not None:
-            if plan.seen >= self._aborted:
-                return plan
-            self._abandon(plan)
-        return None
+    def _read(self) -> int:
+        """Take what the scheduler sent, up to the plan to be run next. Returns the time in ns."""
+        now_ns, hand = time.monotonic_ns(), self._hand
+        while self._link is not None and hand.plan is None and hand.prompt is None:
+            message = self._link.next_plan()
+            if message is None:
+                break
+            answer = hand.take(message, now_ns)
+            if answer is not None:
+                self._answer(answer)
+            elif isinstance(message, StepPlan):
+                self._restore(message)
+        return now_ns
 
-    def _abandon(self, plan: StepPlan) -> None:
-        self._aborted = plan.seq
-        self._answer(StepResult(plan.seq, aborted=True))
+    def _restore(self, plan: StepPlan) -> None:
+        """Copy what the plan in hand builds on, before anybody waits for it in a step."""
+        try:
+            self._backend.restore(plan)
+        except ArenaError as error:  # its scheduler ended: nobody waits for this plan
+            self._service.log.warning("plan dropped", error=str(error))
+            for answer in self._hand.abandon():
+                self._answer(answer)
 
-    def _step(self, group: Group, plan: StepPlan | None) -> None:
+    def _round(self, agreement: Agreement) -> None:
+        """Vote and, if that is what it comes to, take a step."""
         self._service.row.phase = ProcessPhase.BUSY
         if faults.active is not None:
             faults.active.slow()
-        if plan is not None:
-            try:
-                self._backend.restore(plan)
-            except ArenaError as error:  # its scheduler ended: nobody waits for this plan
-                self._service.log.warning("plan dropped", error=str(error))
-                self._abandon(plan)
-                return
+        hand = self._hand
         try:
             failpoint("worker.step.before_enter")
-            group.enter(plan is not None, 0)
+            next_ = self._reach(agreement)
+            if next_ is Next.NOTHING:
+                return
             failpoint("worker.step.after_enter")
+            plan = hand.prompt if next_ is Next.PROMPT else hand.plan
             if plan is None:
                 self._backend.serve()
             else:
@@ -134,15 +148,26 @@ class Rank:
                 self._answer(result)
                 failpoint("worker.step.after_result")
         except EpochChanged:
-            if plan is not None:
-                self._abandon(plan)
+            for answer in hand.abandon():
+                self._answer(answer)
             return
+        hand.done(next_ is Next.PROMPT, time.monotonic_ns())
         self._row.steps_run += 1
         self._report_counts()
 
-    def _answer(self, result: StepResult) -> None:
+    @staticmethod
+    def _reach(agreement: Agreement) -> Next:
+        rounds = agreement.reach()
+        try:
+            while True:
+                agreement.group.wait(next(rounds), "vote")
+        except StopIteration as end:
+            next_: Next = end.value
+            return next_
+
+    def _answer(self, message: ToScheduler) -> None:
         assert self._link is not None
-        self._link.send_result(result)
+        self._link.send_result(message)
 
     def _adopt_link(self) -> None:
         """Take up the link that the scheduler published last: a new scheduler, or its answer to us."""
@@ -162,7 +187,8 @@ class Rank:
             return
         if self._link is not None:
             self._link.close()
-        self._link, self._link_number, self._aborted = link, number, 0
+        self._link, self._link_number = link, number
+        self._hand.reset(time.monotonic_ns())
         self._backend.reset()
         failpoint("worker.link.before_hello")
         link.send_result(self._backend.hello())
@@ -200,7 +226,7 @@ class Rank:
         )
 
     def _prepare(self, topology: Topology) -> None:
-        self._group = None
+        self._agreement = None
         self._backend.leave()
         if not self._is_member(topology):
             return
@@ -208,6 +234,7 @@ class Rank:
         failpoint("worker.prepare.before")
         placement = msgspec.msgpack.decode(topology.placement, type=Placement)
         loaded = self._backend.prepare(topology.epoch, topology.members(), placement)
+        self._placement_version = placement.version
         self._service.log.info("prepared", epoch=topology.epoch, experts_loaded=loaded)
 
     def _enter(self, epoch: int) -> bool:
@@ -215,7 +242,8 @@ class Rank:
         topology = self._prepared
         if topology is None or topology.epoch != epoch or not self._is_member(topology):
             return False
-        group = Group(self._board, self._seat, topology.members(), epoch, self._service.beat)
+        members, beat = topology.members(), self._service.beat
+        group = Group(self._board, self._seat, members, epoch, beat, self._placement_version)
         incarnations = {seat.seat: seat.worker_incarnation for seat in topology.seats}
         failpoint("worker.connect.before")
         try:
@@ -224,7 +252,9 @@ class Rank:
             self._service.log.warning("peer region gone", epoch=epoch, error=str(error))
             return False
         failpoint("worker.connect.after")
-        self._group = group
+        config = self._service.config.scheduler
+        self._agreement = Agreement(config, group, self._hand, self._read, self._answer)
+        self._hand.begin_epoch(time.monotonic_ns())
         self._service.row.phase = ProcessPhase.READY
         self._service.log.info("epoch", epoch=epoch, members=group.members)
         return True

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.protocol.board import Board, Post, ProcessPhase
+from phalanx.protocol.board import Board, ProcessPhase, Vote
 from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS
 from phalanx.protocol.topology import Seat, Topology
 
@@ -22,7 +22,8 @@ def test_every_word_is_its_own(board: Board) -> None:
     """Write a different value everywhere, then read all back."""
     board.set_epoch(77, [])
     for n, seat in enumerate(board.seats):
-        seat.post(1000 + n, 2000 + n, Post.WORK if n % 2 else Post.NONE, 3000 + n)
+        seat.post(1000 + n, 1999 + n, Vote.PLAN, 2999 + n)
+        seat.post(1000 + n, 2000 + n, Vote.WANTS_PROMPT, 3000 + n)
         seat.stop_ack, seat.go_ack, seat.worker_incarnation = 4000 + n, 5000 + n, 6000 + n
         seat.steps_run, seat.link = 7000 + n, (8000 + n) << 32 | n
         seat.bell.value, seat.scheduler_bell.value = 9000 + n, 10000 + n
@@ -35,8 +36,8 @@ def test_every_word_is_its_own(board: Board) -> None:
     assert board.epoch == 77 and MAX_SEATS == len(board.seats)
     for n, seat in enumerate(board.seats):
         assert seat.posted == (1000 + n, 2000 + n)
-        assert seat.posted_flags == (Post.WORK if n % 2 else Post.NONE)
-        assert seat.posted_version == 3000 + n
+        assert seat.vote(2000 + n) == (Vote.WANTS_PROMPT, 3000 + n)
+        assert seat.vote(1999 + n) == (Vote.PLAN, 2999 + n)  # of the round before, still there
         assert (seat.stop_ack, seat.go_ack, seat.worker_incarnation) == (
             4000 + n,
             5000 + n,
@@ -53,7 +54,7 @@ def test_every_word_is_its_own(board: Board) -> None:
 
 def test_a_step_of_an_old_epoch_is_never_paired_with_the_new_one(board: Board) -> None:
     """(epoch, step) compare as one number: a large old step is below the first new one."""
-    board.seats[0].post(4, 1_000_000, Post.WORK, 1)
+    board.seats[0].post(4, 1_000_000, Vote.PLAN, 1)
     assert board.seats[0].posted < (6, 1)
 
 
