@@ -115,3 +115,14 @@ def test_a_moved_epoch_gives_all_plans_back() -> None:
     assert hand.abandon() == [aborted(7)]
     assert hand.take(plan(8, seen=6), 0) == aborted(8), "it did not know of that"
     assert hand.take(plan(9, seen=8), 0) is None
+
+
+def test_a_new_link_is_news_if_there_was_work() -> None:
+    """The wish of a peer may wait for nothing but our outputs, which went with our scheduler."""
+    hand = Hand()
+    hand.reset(0)
+    assert not hand.has_news
+    hand.take(Offer(decodes=True), 0)
+    hand.vote()
+    hand.reset(0)
+    assert hand.has_news and hand.vote() == 0
