@@ -62,6 +62,7 @@ class World:
         self.readings: list[Reading] = []
         self.told: dict[tuple[bytes, str], list[bool]] = {}
         self.asks: dict[str, Ask] = {}  # by request id
+        self.keys: dict[str, Ask] = {}  # by the key that their client drew
         self.finals: dict[tuple[str, int], Final] = {}  # as told first
         self.node: Node | None = None
         self._start_node()
@@ -160,16 +161,13 @@ class World:
 
     def _ask_of(self, accepted: Accepted) -> Ask:
         """By the key: a key is one request."""
-        entry = self.disk.entries[accepted.request_id]
-        return next(
-            reading.ask
-            for reading in self.readings
-            if reading.flow.generate is not None and reading.flow.generate.key == entry.key
-        )
+        return self.keys[self.disk.entries[accepted.request_id].key]
 
     def _generate(self, ask: Ask) -> None:
         client = self.rng.choice([client for client in self.clients if not client.dead])
         flow = client.core.generate(ask.spec, self.now_ns, None, True)
+        assert flow.generate is not None
+        self.keys[flow.generate.key] = ask
         self.readings.append(Reading(ask, client, flow))
         client.flush()
 
@@ -211,7 +209,9 @@ class World:
     def keyed_at(self, key: bytes) -> Any:
         """What the store may copy under this key. Moved sequences have outputs among what they compute."""
         if key not in self.keyed:
-            for ask in self.asks.values():
+            for entry in self.disk.entries.values():
+                ask = self.keys[entry.key]
+                ask.seed = entry.sampling.seed  # it may run before its client hears of it
                 ask.note_keys(self.keyed)
         return self.keyed[key]
 
