@@ -20,16 +20,17 @@ demo: setup
 	$(BIN)/phalanx demo
 
 test: setup
-	$(BIN)/python -P -m pytest -q -m 'not slow'
+	$(BIN)/python -P -m pytest -q -m 'not slow and not soak'
 
 test-slow: setup
 	$(BIN)/python -P -m pytest -q -m slow
 
 # 100,000 requests through the simulated schedulers, then 10,000 lives of the whole simulated system under
-# faults; failing seeds are printed. Either alone: tests/sim/soak.py, tests/sim/world_soak.py (--help).
+# faults, then every test that takes minutes; failing seeds are printed. Either alone: tests/sim/soak.py, tests/sim/world_soak.py (--help).
 soak: setup
 	$(BIN)/python -P tests/sim/soak.py
 	$(BIN)/python -P tests/sim/world_soak.py
+	$(BIN)/python -P -m pytest -q -m soak
 
 lint: setup
 	$(BIN)/ruff check .

@@ -22,7 +22,7 @@ def test_the_model_takes_the_long_prompt(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_short_run() -> None:
     figures = run(streams=2, seconds=2.0)
     on, off = figures["rows"]

@@ -73,13 +73,13 @@ def test_a_death_at_a_drawn_point_changes_nothing(control: Field, case: Case) ->
     check(control, case)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("case", CONTROL, ids=str)
 def test_a_death_at_any_point_changes_nothing(control: Field, case: Case) -> None:
     check(control, case)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("case", MODEL, ids=str)
 def test_a_death_within_the_work_changes_nothing(model: Field, case: Case) -> None:
     check(model, case)
@@ -100,7 +100,7 @@ def test_a_supervisor_that_pauses_changes_nothing(control: Field, name: str) -> 
     assert {p.name: p.restarts for p in node.look().processes} == restarts
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SUPERVISOR)
 def test_after_the_death_of_the_supervisor_up_goes_on(
     start_node: Callable[..., Node], name: str

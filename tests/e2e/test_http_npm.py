@@ -17,7 +17,7 @@ from phalanx.services.tokenizer.core import DEFAULT_TOKENIZER
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.skipif(shutil.which("npm") is None, reason="npm is not installed"),
 ]
 HERE = Path(__file__).parent

@@ -62,7 +62,7 @@ def test_much_comes_late_and_out_of_order(control: Field, node: Node) -> None:
     control.check_run(lambda: control.kill("worker-1"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["drop", "corrupt"])
 def test_a_fifth_of_everything_is_lost(control: Field, node: Node, kind: str) -> None:
     node.inject(kind, "all", rate=0.2)
