@@ -2,6 +2,7 @@
 part, and some run has to fail within a stated number of seeds."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import msgspec
@@ -32,6 +33,7 @@ from sim.host import Child
 from sim.world import World
 from sim.world_faults import Faults
 from sim.world_node import Node
+from sim.world_wires import Weather
 from sim.world_worker import MemoryLink, Region, WorkerBody
 
 Patch = pytest.MonkeyPatch
@@ -212,8 +214,16 @@ def a_final_without_tokens_is_lost(patch: Patch) -> None:
     patch.setattr(Placement, "_take", take)
 
 
-@planted(seeds=60, first=30)
+@planted(seeds=40)
 def commands_are_said_once(patch: Patch) -> None:
+    """In weather that loses every fifth message."""
+    right = Weather.__init__
+
+    def init(self: Weather, rng: Random) -> None:
+        right(self, rng)
+        self.lost = 0.2
+
+    patch.setattr(Weather, "__init__", init)
     patch.setattr(Placement, "_repeat", lambda self, stream, place, seat, now_ns: None)
 
 
