@@ -27,8 +27,8 @@ from phalanx.scheduler_svc.events import Staging
 from phalanx.scheduler_svc.state import Load, Sequence
 
 KEYS_PER_TURN = 16  # a key takes about 3 us, a turn must not delay a step
-ASK_DEADLINE_MS = 500
-LOAD_DEADLINE_MS = 2_000
+ASK_DEADLINE_MS = 1_000
+LOAD_DEADLINE_MS = 3_000
 QUIET_MS = 2_000  # after a store that did not answer, nothing is asked for this long
 MS = 1_000_000
 

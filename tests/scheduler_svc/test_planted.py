@@ -438,10 +438,6 @@ def load_never_ends(patch: Patch) -> None:
     patch.setattr(Restorer, "expire", lambda self, now_ns: ([], []))
 
 
-def dead_store_is_waited_for(patch: Patch) -> None:
-    patch.setattr(Restorer, "lost", lambda self: ([], []))
-
-
 def abandoned_restore_counts(patch: Patch) -> None:
     """The step that copies was abandoned, perhaps before it began, and is not told to copy again."""
 
@@ -499,7 +495,6 @@ PLANTED_STORED: list[tuple[Planter, int]] = [
     (restored_too_far, 20),
     (failed_load_counts, 100),
     (load_never_ends, 100),
-    (dead_store_is_waited_for, 100),
     (abandoned_restore_counts, 100),
 ]
 

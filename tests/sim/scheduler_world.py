@@ -140,6 +140,7 @@ class Options(msgspec.Struct, frozen=True):
             staged=rng.choice(((2, 1), (4, 2), (20, 4))),
             repeats=0.9,
             step_ns=MS,
+            put_lost=0.4,
             aborts=0.4,
         )
 
@@ -411,7 +412,7 @@ class World:
             region[:] = found
             return GetDone(message.call, True, region.nbytes)
 
-        for _ in range(1 + self.chance(self.options.duplicate)):
+        for _ in range(1 + self.chance(self.options.put_lost / 2)):
             if not self.chance(self.options.put_lost / 4):
                 self._store_answers(rank, self._store_delay(), copy)
 
