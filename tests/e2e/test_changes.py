@@ -2,6 +2,7 @@
 and every request ends once."""
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from e2e.node import Node, assert_whole, others, tokens, wait_for
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Delta, Final
 from phalanx.services.client import Client
+from phalanx.worker_svc.model.random_tiny import ensure_random_tiny
 
 pytestmark = pytest.mark.process
 
@@ -104,25 +106,24 @@ def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
     start_node: Callable[..., Node], tmp_path: Path, how: str
 ) -> None:
     """New requests are refused at once; running ones have until the limit; then each gets one final."""
-    (tmp_path / "config.json").write_text('{"drain_s": 2}')
+    (tmp_path / "config.json").write_text('{"drain_s": 4}')
     node = start_node(1, "--config", tmp_path / "config.json")
     pid = node.pids("supervisor")["supervisor"]
     with Client(node.run_dir) as client:
-        short = client.generate(prompt_token_ids=[50] * 4, max_tokens=10, seed=1, ignore_eos=True)
+        short = client.generate([50] * 4, max_tokens=4, seed=1, ignore_eos=True)
         streams = [
-            client.generate(prompt_token_ids=[70] * 4, max_tokens=8000, seed=s, ignore_eos=True)
-            for s in range(3)
+            client.generate([70] * 4, max_tokens=8000, seed=s, ignore_eos=True) for s in range(3)
         ]
         for stream in (short, *streams):
             assert isinstance(next(iter(stream)), Delta)
-        stop = threading.Thread(target=lambda: node("down", "--timeout", 2))
+        stop = threading.Thread(target=lambda: node("down", "--timeout", 4))
         stop.start() if how == "down" else os.kill(pid, signal.SIGTERM)
         wait_for(lambda: not client.health().healthy, 5, "draining")
         with pytest.raises(Refused) as refused:
-            client.generate(prompt_token_ids=[90] * 4, max_tokens=1).accepted()
+            client.generate([90] * 4, max_tokens=1).accepted()
         assert refused.value.code is Code.SHUTDOWN
         (done,) = short.results()
-        assert (done.finish_reason, len(done.token_ids)) == ("length", 10)
+        assert (done.finish_reason, len(done.token_ids)) == ("length", 4)
         for stream in streams:
             *deltas, final = stream
             assert not any(isinstance(delta, Final) for delta in deltas)
@@ -136,3 +137,24 @@ def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
     node.start(1)
     assert node.running() == 0, "what was ended does not come back to life"
     assert node.stop() == {"stopped": True, "left": []}
+
+
+def test_a_worker_starts_again_without_the_checkpoint(
+    start_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    """The shards are in shared memory, and the supervisor holds them: their files may go."""
+    model = Path(shutil.copytree(ensure_random_tiny(), tmp_path / "model"))
+    node = start_node(2, "--model", model)
+    request = [{"prompt": "Hello", "seed": 3, "max_tokens": 8}]
+    before = tokens(node.generate(request))
+    log = node.run_dir / "logs" / "supervisor.log"
+    wait_for(lambda: "host weights are held" in log.read_text(), 60, "the copy")
+    for shard in model.glob("*.safetensors"):
+        shard.unlink()
+    pids = node.pids("worker")
+    for pid in pids.values():  # one holds every expert for a while, then none is left
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: bool(node.status()["healthy"]), 120, "healthy again")
+    assert not set(node.pids("worker").values()) & set(pids.values())
+    assert tokens(node.generate(request)) == before
+    assert node.stop() == {"stopped": True, "left": []} and node.names() == []

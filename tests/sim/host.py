@@ -147,7 +147,7 @@ class Host:
             crash_looper=rng.choice(names) if rng.random() < 0.15 else "",
             ignores_term=rng.choice([0.0, 0.2]),
             bad_input=rng.choice(names) if rng.random() < 0.1 else "",
-            newcomer_fails=rng.choice([0.0, 0.0, 0.3]),
+            newcomer_fails=rng.choice([0.0, 0.5]),
         )
 
     # ------------------------------------------------------------ the run
@@ -277,7 +277,14 @@ class Host:
         self.children[spec.name] = child
         self._pids += 1
         self.feed(Spawned(spec.name, incarnation, 1000 + self._pids))
-        if spec.name == self.plan.bad_input and incarnation == 3:
+        newcomer = spec.seat >= self.first_ranks and incarnation == 1
+        if newcomer and self.rng.random() < self.plan.newcomer_fails:
+            if self.rng.random() < 0.5:
+                code = self.rng.choice([ExitCode.BAD_INPUT, ExitCode.INTERNAL])
+                self.after(self.ms(1, 2000), lambda: self.die(child, code))
+            else:
+                child.mood = "deadlocked"
+        elif spec.name == self.plan.bad_input and incarnation == 3:
             self.after(self.ms(1, 50), lambda: self.die(child, ExitCode.BAD_INPUT))
         elif spec.name == self.plan.crash_looper and self._faulty:
             self.after(self.ms(1, 300), lambda: self.die(child, ExitCode.INTERNAL))

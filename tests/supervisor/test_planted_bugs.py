@@ -230,7 +230,7 @@ def forgets_experts_of_the_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupPlacements, "settle", settle)
 
 
-@planted(seeds=40)
+@planted(seeds=250)
 def never_gives_a_scale_up(patch: pytest.MonkeyPatch) -> None:
     right = Changes._scale
 
@@ -268,7 +268,7 @@ def ends_leavers_before_the_group_lets_them_go(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(Group, "leave", leave)
 
 
-@planted(seeds=40)
+@planted(seeds=120)
 def fails_the_node_over_a_newcomer(patch: pytest.MonkeyPatch) -> None:
     right = SupervisorCore._reaped
 
