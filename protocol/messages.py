@@ -686,6 +686,9 @@ class EpochRecord(msgspec.Struct, frozen=True):
     resumed_ms: float  # from the decision to the even epoch word
     moved_requests: int
     survivors: tuple[int, ...]
+    # Parts of resumed_ms: until every member had stopped and the new group was decided; until all were ready.
+    stop_ms: float = 0.0
+    go_ms: float = 0.0
 
 
 class StatusReply(Message, frozen=True):

@@ -57,6 +57,7 @@ class Change:
     detected_ms: float
     decided_ns: int
     moved_requests: int = 0
+    published_ns: int = 0  # when the group that follows was published, the last time
 
 
 @dataclass(slots=True)
@@ -191,6 +192,7 @@ class Group:
             return self.publish()
         if self.change is None:
             self.change = Change(["start"], 0.0, now_ns)
+        self.change.published_ns = now_ns
         self.phase, self.placement = GroupPhase.GOING, placement
         self.members = {seat: self.seats[seat].incarnation for seat in chosen}
         self.waiting = {seat: Patience(now_ns) for seat in chosen}
@@ -217,6 +219,8 @@ class Group:
             round(resumed_ms, 3),
             change.moved_requests,
             tuple(self.members),
+            round((change.published_ns - change.decided_ns) / _MS, 3),
+            round((now_ns - change.published_ns) / _MS, 3),
         )
         self.records = [*self.records[-RECORDS_MAX + 1 :], record]
         actions: list[Action] = [

@@ -316,7 +316,7 @@ def epochs(run_dir: Path | None, as_json: bool) -> None:
         print_json(reply.epochs)
         return
     table = Table(title="epochs")
-    for column in ("epoch", "cause", "noticed", "resumed", "moved requests", "ranks"):
+    for column in ("epoch", "cause", "noticed", "resumed", "stop + go", "moved requests", "ranks"):
         table.add_column(column)
     for record in reply.epochs:
         table.add_row(
@@ -324,6 +324,7 @@ def epochs(run_dir: Path | None, as_json: bool) -> None:
             record.cause,
             f"{record.detected_ms:.1f} ms",
             f"{record.resumed_ms:.1f} ms",
+            f"{record.stop_ms:.1f} + {record.go_ms:.1f}",
             str(record.moved_requests),
             ", ".join(map(str, record.survivors)),
         )

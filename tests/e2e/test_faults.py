@@ -82,6 +82,11 @@ def test_the_history_tells_what_fell(three: Node) -> None:
     assert any("worker-1" in cause for cause in causes)
     for record in history:
         assert record["epoch"] % 2 == 0 and record["resumed_ms"] >= 0
+        parts = record["stop_ms"] + record["go_ms"]
+        assert (
+            abs(record["resumed_ms"] - parts) < 0.01
+            and min(record["stop_ms"], record["go_ms"]) >= 0
+        )
     assert any(record["moved_requests"] > 0 for record in history), "ranks fell with requests"
 
 
