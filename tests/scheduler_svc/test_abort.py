@@ -1,5 +1,6 @@
 """An abort in every queue and phase: one final, zero new tokens, every block and the slot back."""
 
+import msgspec
 import pytest
 
 from phalanx.protocol.messages import (
@@ -8,10 +9,13 @@ from phalanx.protocol.messages import (
     FinalSeen,
     FinishReason,
     Refusal,
+    Resend,
     Submit,
     Tokens,
+    TokensItem,
 )
 from phalanx.protocol.queues import State
+from sim.scheduler_checks import Onlooker
 from sim.scheduler_story import MS, Story, request_id
 
 
@@ -202,3 +206,46 @@ def test_an_acknowledged_end_is_forgotten_but_not_revived() -> None:
     late = Submit(77, request_id(0), 0, 0, b"\1\0\0\0", story.prompts[0][1])
     story.event(late)
     assert story.plan is None and story.of(Refusal)[-1].call == 77
+
+
+def test_what_was_asked_before_the_abort_is_answered_before_the_final() -> None:
+    """Both in one batch: two items of one message, and the simulator's onlooker takes that for right."""
+    story = Story()
+    story.submit(0, 10)
+    story.step(5)
+    seen = len(story.heard)
+    onlooker = Onlooker(story.core)
+    abort = AbortSequence(900, request_id(0), 0, 0, "abort")
+    onlooker.takes(abort)
+    story.event(Resend(request_id(0), 0, 0, 3), abort)
+    (said,) = (message for message in story.heard[seen:] if isinstance(message, Tokens))
+    sent = [(item.offset, len(item.token_ids), item.finish_reason) for item in said.items]
+    assert sent == [(3, 2, None), (5, 0, "abort")]
+    onlooker.said(said)
+    onlooker.check()
+
+
+@pytest.mark.parametrize("wrong", ["silence", "another reason", "after the final"])
+def test_the_onlooker_sees_a_wrong_end(wrong: str) -> None:
+    story = Story()
+    story.submit(0, 10)
+    story.step(5)
+    onlooker = Onlooker(story.core)
+    abort = AbortSequence(900, request_id(0), 0, 0, "abort")
+    onlooker.takes(abort)
+    story.event(abort)
+    final = story.items(0)[-1]
+    if wrong == "silence":
+        with pytest.raises(AssertionError, match="no final after an abort"):
+            onlooker.check()
+    elif wrong == "another reason":
+        with pytest.raises(AssertionError, match="stop, not abort"):
+            onlooker.said(_tokens(msgspec.structs.replace(final, finish_reason="stop")))
+    else:
+        onlooker.said(_tokens(final))
+        with pytest.raises(AssertionError, match="None after abort"):
+            onlooker.said(_tokens(msgspec.structs.replace(final, finish_reason=None)))
+
+
+def _tokens(item: TokensItem) -> Tokens:
+    return Tokens(3, 7, 99, (item,))

@@ -16,7 +16,8 @@ class Onlooker:
     def __init__(self, core: Scheduler) -> None:
         self.core = core
         self.handles = Handles()
-        self._ends: dict[Attempt, tuple[int, FinishReason]] = {}  # tokens and reason
+        self._ends: dict[Attempt, tuple[int, FinishReason]] = {}  # tokens and reason, as said
+        self._aborted: dict[Attempt, tuple[int, FinishReason]] = {}  # not said yet
         self._sent: dict[Attempt, int] = {}  # tokens
         self._admitted: dict[Attempt, Sequence] = {}
         self._writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
@@ -32,7 +33,7 @@ class Onlooker:
         known = self.core.sequences.get((event.request_id, event.index))
         if known is not None and known.attempt == event.attempt and known.finish is None:
             attempt = (event.request_id, event.index, event.attempt)
-            self._ends[attempt] = (self._sent.get(attempt, known.num_outputs), event.reason)
+            self._aborted[attempt] = (self._sent.get(attempt, known.num_outputs), event.reason)
 
     def said(self, message: Tokens) -> None:
         for item in self.handles.items(message):
@@ -45,6 +46,15 @@ class Onlooker:
                 last, reason = self._ends[key]
                 assert end <= last, f"{key}: tokens after its end"
                 assert item.finish_reason == reason, f"{key}: {item.finish_reason} after {reason}"
+            elif key in self._aborted:
+                # What was asked for before the abort, in the same batch, is answered before the final.
+                last, reason = self._aborted[key]
+                assert end <= last, f"{key}: tokens after its abort"
+                if item.finish_reason is not None:
+                    assert item.finish_reason == reason, (
+                        f"{key}: {item.finish_reason}, not {reason}"
+                    )
+                    self._ends[key] = self._aborted.pop(key)
             elif item.finish_reason is not None:
                 self._ends[key] = (end, item.finish_reason)
 
@@ -62,6 +72,7 @@ class Onlooker:
         """After each step of the core."""
         core = self.core
         check(core)
+        assert not self._aborted, f"no final after an abort: {list(self._aborted)}"
         for seq, blocks in self._writing.items():
             # What the worker may still write belongs to a sequence of that step, or to a fenced one.
             free = [block for block in blocks if core.rank.pool.refs(block) == 0]
