@@ -8,16 +8,16 @@ import numpy.typing as npt
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import FinishReason, TokenLogprobs, TokenRows, TokensItem
-from phalanx.protocol.queues import State
 from phalanx.protocol.steps import StepResult
-from phalanx.scheduler_svc.outputs import Int32
+from phalanx.scheduler_svc.outputs import Int32, Spans
 from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Rank
-from phalanx.scheduler_svc.state import Sequence
+from phalanx.scheduler_svc.state import RUNNING, Sequence
 from phalanx.scheduler_svc.stops import STATUS_NAN, Rows, sample_error
 
 Bool = npt.NDArray[np.bool_]
-RUNNING = int(State.RUNNING)  # numpy takes an IntEnum for an object: four times slower
+
+_ONE = np.int32(1)
 
 Ended = tuple[Sequence, FinishReason, Code | None, str]
 
@@ -36,60 +36,62 @@ class Commit:
 
 @dataclass(slots=True)
 class Fresh:
-    """New tokens of a step: `counts[i]` of `tokens` are for `rows[i]`, behind its `have[i]` outputs."""
+    """New tokens of a step for `rows`, behind their `have[i]` outputs.
+
+    `spans` are the tokens as they came; only the first `counts[i]` of each span count: none of a
+    sequence that ended while the step was in flight, none after the one that ends it now.
+    """
 
     rows: Rows
     have: Int32
     counts: Int32
-    tokens: Int32
-    logprobs: tuple[TokenLogprobs | None, ...]  # parallel to tokens; empty: none was asked for
-
-    def keep(self, kept: Bool) -> None:
-        """Only the tokens marked; the caller has seen to the counts."""
-        self.tokens = self.tokens[kept]
-        if self.logprobs:
-            self.logprobs = tuple(self.logprobs[at] for at in kept.nonzero()[0])
+    alive: Bool
+    spans: Spans
+    logprobs: tuple[TokenLogprobs | None, ...]  # parallel to the tokens; empty: none was asked for
 
 
 def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     """Enter the step's tokens. Sequences that ended while it was in flight get nothing."""
-    t, done = rank.t, Commit()
-    rows = flight.decoders.rows
+    t, rows = rank.t, flight.sampled
     counts = np.frombuffer(result.counts, np.uint8).astype(np.int32)
     tokens = np.frombuffer(result.tokens, np.int32)
-    firsts = [chunk.sequence.row for chunk in flight.chunks if chunk.samples]
-    assert len(counts) == len(result.status) == len(rows) + len(firsts), "not of this plan"
-    assert int(np.add.reduce(counts)) == len(tokens), "the result's counts are not its tokens"
-    accepted = np.maximum(counts[: len(rows)], 1)  # a row whose sample failed was computed, too
-    t.committed[rows] += accepted
-    t.planned[rows] -= flight.decoders.drafts + 1 - accepted
-    t.in_flight[rows] -= 1
-    for chunk in flight.chunks:
-        t.committed[chunk.sequence.row] = chunk.end
-        t.in_flight[chunk.sequence.row] -= 1
-    if firsts:
-        rows = np.concatenate((rows, np.array(firsts, np.intp)))
-    fresh = Fresh(rows, t.output_tokens.take(rows), counts, tokens, result.logprobs)
+    assert len(counts) == len(result.status) == len(rows), "not of this plan"
+    spans = Spans(counts, tokens)
+    assert not len(counts) or spans.ends[-1] == len(tokens), (
+        "the result's counts are not its tokens"
+    )
+    _settle(rank, flight, counts)
+    done = Commit()
     broken = _take_scores(flight, result, done)
     alive = t.state.take(rows) == RUNNING
     if broken:
         alive &= ~np.isin(rows, broken)
     if np.count_nonzero(alive) < len(alive):
-        fresh.keep(np.repeat(alive, counts))
-        fresh.rows, fresh.have, fresh.counts = rows[alive], fresh.have[alive], counts[alive]
+        counts = counts * alive
+    fresh = Fresh(rows, t.output_tokens.take(rows), counts, alive, spans, result.logprobs)
     reasons = _enter(rank, fresh)
     by_row = rank.table.by_row
     for place, reason in reasons.items():
-        done.ended.append((by_row[int(fresh.rows[place])], reason, None, ""))
+        done.ended.append((by_row[rows.item(place)], reason, None, ""))
+    _say(rank, fresh, reasons, done)
     if any(result.status):
-        status = np.frombuffer(result.status, np.uint8)[alive]
+        status = np.frombuffer(result.status, np.uint8) * alive
         for place in status.nonzero()[0].tolist():
             if place not in reasons:
-                sequence = by_row[int(fresh.rows[place])]
-                why = sample_error(int(status[place]), sequence.num_outputs)
+                sequence = by_row[rows.item(place)]
+                why = sample_error(status.item(place), sequence.num_outputs)
                 done.ended.append((sequence, "error", *why))
-    _say(rank, fresh, reasons, done)
     return done
+
+
+def _settle(rank: Rank, flight: Flight, counts: Int32) -> None:
+    """What the plan asked for becomes what was computed: rejected drafts are not."""
+    t, rows, decoding = rank.t, flight.rows, len(flight.decoders.rows)
+    computed = flight.asked.copy()
+    # A row whose sample failed was computed, too.
+    np.maximum(counts[:decoding], _ONE, out=computed[:decoding])
+    t.committed[rows] = t.committed.take(rows) + computed
+    t.planned[rows] = t.planned.take(rows) + (computed - flight.asked)
 
 
 def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
@@ -115,38 +117,36 @@ def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
 
 def _enter(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
     """Put the tokens behind the outputs, up to those that end a sequence; place -> why it ends."""
-    t, rows = rank.t, fresh.rows
-    given, reasons = fresh.counts, _ends(rank, fresh)
-    if fresh.counts is not given:  # tokens after the one that ends a sequence do not count
-        nth = np.arange(len(fresh.tokens)) - np.repeat(np.cumsum(given) - given, given)
-        fresh.keep(nth < np.repeat(fresh.counts, given))
-    rank.table.outputs.append(rows, fresh.have, fresh.counts, fresh.tokens)
-    t.output_tokens[rows] += fresh.counts
-    last = np.cumsum(fresh.counts) - 1
+    t, rows, spans = rank.t, fresh.rows, fresh.spans
+    reasons = _ends(rank, fresh)
+    rank.table.outputs.append(rows, fresh.have, spans)
+    t.output_tokens[rows] = fresh.have + fresh.counts
+    last = spans.starts + fresh.counts - 1
     got = fresh.counts > 0
     if np.count_nonzero(got) == len(got):
-        t.last_token[rows] = fresh.tokens[last]
+        t.last_token[rows] = spans.tokens.take(last)
     else:
-        t.last_token[rows[got]] = fresh.tokens[last[got]]
+        t.last_token[rows[got]] = spans.tokens[last[got]]
     return reasons
 
 
 def _ends(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
     """Which places end, and why; their counts are cut to what they may still get."""
-    t, rows, counts = rank.t, fresh.rows, fresh.counts
+    t, rows = rank.t, fresh.rows
     room = t.max_tokens.take(rows) - fresh.have
-    full = (counts >= room).nonzero()[0]
-    hits = rank.table.stop_ids.hits(rows, counts, fresh.tokens)
+    full = (fresh.counts >= room).nonzero()[0].tolist()
+    hits = rank.table.stop_ids.hits(rows, fresh.spans)
     reasons: dict[int, FinishReason] = {}
-    if not len(full) and not hits:
+    if not full and not hits:
         return reasons
-    cut = counts.copy()
+    cut, alive = fresh.counts.copy(), fresh.alive
     for place, nth in hits:
-        enough = fresh.have[place] + nth >= t.min_tokens[rows[place]]
-        if enough and nth <= room[place] and place not in reasons:
+        if not alive.item(place) or place in reasons or nth > room.item(place):
+            continue
+        if fresh.have.item(place) + nth >= t.min_tokens.item(rows.item(place)):
             reasons[place], cut[place] = "stop", nth
-    for place in full.tolist():
-        if place not in reasons:
+    for place in full:
+        if alive.item(place) and place not in reasons:
             reasons[place], cut[place] = "length", room[place]
     fresh.counts = cut
     return reasons
@@ -154,20 +154,14 @@ def _ends(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
 
 def _say(rank: Rank, fresh: Fresh, reasons: dict[int, FinishReason], done: Commit) -> None:
     """As rows what goes on and is known to the gateway by its handle; the rest as items."""
-    t = rank.t
-    plain = (t.named.take(fresh.rows) != 0) & (fresh.counts > 0)
-    for place in reasons:
-        plain[place] = False
-    rows, have, counts, tokens = fresh.rows, fresh.have, fresh.counts, fresh.tokens
+    t, spans = rank.t, fresh.spans
+    plain = (fresh.counts > 0) & (t.named.take(fresh.rows) != 0)
+    if reasons:
+        plain[list(reasons)] = False
+    rows, have, counts, tokens = fresh.rows, fresh.have, fresh.counts, spans.tokens
     if np.count_nonzero(plain) < len(plain):
-        odd = (~plain & (counts > 0)).nonzero()[0]
-        starts = np.cumsum(counts) - counts
-        columns = (column[odd].tolist() for column in (rows, have, starts, counts))
-        for place, row, offset, start, count in zip(odd.tolist(), *columns, strict=True):
-            span, sequence = slice(start, start + count), rank.table.by_row[row]
-            done.items.append(_item(sequence, fresh, offset, span, reasons.get(place)))
-            rank.table.name(sequence)
-        tokens = tokens[np.repeat(plain, counts)]
+        _say_items(rank, fresh, (~plain & (counts > 0)).nonzero()[0], reasons, done)
+        tokens = tokens[spans.spread(plain)]
         rows, have, counts = rows[plain], have[plain], counts[plain]
     if len(rows):
         done.rows = TokenRows(
@@ -178,21 +172,33 @@ def _say(rank: Rank, fresh: Fresh, reasons: dict[int, FinishReason], done: Commi
         )
 
 
-def _item(
-    sequence: Sequence, fresh: Fresh, offset: int, span: slice, reason: FinishReason | None
-) -> TokensItem:
+def _say_items(
+    rank: Rank, fresh: Fresh, places: Rows, reasons: dict[int, FinishReason], done: Commit
+) -> None:
+    """One item each; from now on the gateway knows the handles of those that go on."""
+    tokens, logprobs, by_row = fresh.spans.tokens, fresh.logprobs, rank.table.by_row
     kept: tuple[TokenLogprobs, ...] = ()
-    if fresh.logprobs:
-        kept = tuple(logprob for logprob in fresh.logprobs[span] if logprob is not None)
-        sequence.logprobs += kept
-    return TokensItem(
-        sequence.request_id,
-        sequence.index,
-        sequence.attempt,
-        offset,
-        tuple(fresh.tokens[span].tolist()),
-        reason,
-        cached_tokens=sequence.cached,
-        logprobs=kept,
-        handle=sequence.handle,
-    )
+    columns = (fresh.rows, fresh.have, fresh.spans.starts, fresh.counts)
+    spans = zip(places.tolist(), *(column.take(places).tolist() for column in columns), strict=True)
+    for place, row, offset, start, count in spans:
+        sequence, reason = by_row[row], reasons.get(place)
+        if logprobs:
+            asked = logprobs[start : start + count]
+            kept = tuple([logprob for logprob in asked if logprob is not None])
+            sequence.logprobs += kept
+        ids = tuple(tokens[start : start + count].tolist())
+        (request_id, index), attempt, handle = sequence.key, sequence.attempt, sequence.handle
+        item = TokensItem(
+            request_id,
+            index,
+            attempt,
+            offset,
+            ids,
+            reason,
+            cached_tokens=sequence.cached,
+            logprobs=kept,
+            handle=handle,
+        )
+        done.items.append(item)
+        if reason is None:
+            rank.table.name(sequence)

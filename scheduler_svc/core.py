@@ -40,7 +40,7 @@ from phalanx.protocol.messages import (
     Tokens,
     TokensItem,
 )
-from phalanx.protocol.queues import QueueTable, State
+from phalanx.protocol.queues import QueueTable
 from phalanx.protocol.steps import Offer, PromptTurn, StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.admission import admit
 from phalanx.scheduler_svc.commit import Commit, commit
@@ -61,7 +61,7 @@ from phalanx.scheduler_svc.plan import Flight, make_plan, retract
 from phalanx.scheduler_svc.prefill import Prefill, take_chunks, wants_prompt
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.restore import Restorer
-from phalanx.scheduler_svc.state import Key, Load, Sequence, Table
+from phalanx.scheduler_svc.state import ENDING, Key, Load, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
 HEADER_FIELDS = (
@@ -126,13 +126,13 @@ class Scheduler:
         self._store_enabled = store_enabled
         self._store_calls = count(1)
         self._membership = Membership(0, False)
-        self._fences: list[tuple[int, Sequence]] = []  # (plan, ended sequence that it still writes)
+        # (plan, ended sequence that it still writes). One behind a later plan waits for that, too.
+        self._fences: deque[tuple[int, Sequence]] = deque()
         self._finals = Finals()
         self._flights_max = FLIGHTS_MAX if config.async_steps else 1
         # After an abandoned step no plan is made until all under way have come back: they are
         # abandoned, too, and so would be one that was made before that is known.
         self._draining = False
-        self._seen = 0  # the newest result
         self._turn = (
             0  # policy `ballot`: the group waits for a plan of prompts, or for our declining
         )
@@ -148,7 +148,7 @@ class Scheduler:
         self._moved_rows = (
             MOVED_ROWS  # that sequences which moved here get in the next step at most
         )
-        self._header = {name: columns.header[name] for name in HEADER_FIELDS}
+        self._header = [columns.header[name].data for name in HEADER_FIELDS]
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
             AbortSequence: self._abort,
@@ -348,7 +348,7 @@ class Scheduler:
             del self.sequences[sequence.key]
         self.flights.clear()
         self._fences.clear()
-        self._draining, self._seen = False, self._plan_seq
+        self._draining, self.rank.seen = False, self._plan_seq
         self.store = self.restorer = None
         self._turn, self._offer = 0, Offer()
 
@@ -367,7 +367,7 @@ class Scheduler:
             return None
         self._plan_seq += 1
         plan, flight = make_plan(
-            self._plan_seq, self._seen, self.rank, decoders, prefill, self.restorer, turn
+            self._plan_seq, self.rank.seen, self.rank, decoders, prefill, self.restorer, turn
         )
         self.flights.append(flight)
         return plan
@@ -459,7 +459,7 @@ class Scheduler:
         least = min(most, PROMPT_ROWS_MIN)
         if not self._cost.known:
             return least
-        start = int(rank.t.planned[rank.prefilling[0].row]) if rank.prefilling else 0
+        start = rank.t.planned.item(rank.prefilling[0].row) if rank.prefilling else 0
         within = self._cost.rows_within(target_us, rows, decoders.context(rank), start, most)
         return max(within, least)
 
@@ -486,7 +486,7 @@ class Scheduler:
             self.stale_results += 1
             return
         flight = self.flights.popleft()
-        self._seen = flight.seq
+        self.rank.seen = flight.seq
         if result.aborted:
             retract(self.rank, flight)
         else:
@@ -504,11 +504,9 @@ class Scheduler:
             self._flush_items()  # a message has its rows first
         self._rows = done.rows or self._rows
         self._items += done.items
-        self._items += [
-            s.item(s.num_outputs)
-            for s, reason, _, _ in done.ended
-            if reason == "error" or s.max_outputs == 0
-        ]
+        for sequence, reason, _, _ in done.ended:
+            if reason == "error" or sequence.max_outputs == 0:
+                self._items.append(sequence.item(sequence.num_outputs))
 
     def _keep_states(self, flight: Flight, aborted: bool) -> None:
         if self.store is None:
@@ -519,12 +517,11 @@ class Scheduler:
                 (self.store.captured if whole else self.store.unclaim)(chunk)
 
     def _open_fences(self, seq: int) -> None:
-        ready = [sequence for fence, sequence in self._fences if fence <= seq]
-        if ready:
-            self._fences = [pair for pair in self._fences if pair[0] > seq]
-            for sequence in ready:
-                self.rank.free(sequence)
-                self.table.remove(sequence)
+        fences = self._fences
+        while fences and fences[0][0] <= seq:
+            _, sequence = fences.popleft()
+            self.rank.free(sequence)
+            self.table.remove(sequence)
 
     # ------------------------------------------------------------ ends
 
@@ -546,18 +543,18 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
-        self.rank.leave(sequence)
+        rank = self.rank
+        rank.leave(sequence)
         if self.restorer is not None:
             self.restorer.leave(sequence)
             load = sequence.load
             if load is not None and not any(load in flight.loads for flight in self.flights):
                 self.restorer.release(load)
-        t, row = self.rank.t, sequence.row
-        if t.in_flight[row]:
-            t.state[row] = State.ENDING
-            self._fences.append((int(t.last_plan[row]), sequence))
+        if rank.under_way(sequence):
+            rank.t.state[sequence.row] = ENDING
+            self._fences.append((rank.t.last_plan.item(sequence.row), sequence))
         else:
-            self.rank.free(sequence)
+            rank.free(sequence)
             self.table.remove(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -659,6 +656,14 @@ class Scheduler:
         )
 
     def _write_header(self, load: SeatLoad) -> None:
-        self._header["epoch"][0] = self._membership.epoch
-        for name in HEADER_FIELDS[1:]:
-            self._header[name][0] = getattr(load, name)
+        values = (
+            self._membership.epoch,
+            load.waiting,
+            load.running,
+            load.free_blocks,
+            load.total_blocks,
+            load.free_slots,
+            load.total_slots,
+        )
+        for field, value in zip(self._header, values, strict=True):
+            field[0] = value

@@ -3,14 +3,17 @@
 time = a + b * rows + c * context, where context is the sum over rows of the tokens that each may read:
 weights are read once (a), every row is multiplied (b) and attends to what precedes it (c). Fitted by
 recursive least squares; a step makes what is known of steps like it count less, and of no others. So
-hours of equal steps do not wipe out what a long prompt has taught.
+hours of equal steps do not wipe out what a long prompt has taught. A step only changes the sums; they are
+solved when somebody asks.
 """
 
 import numpy as np
+import numpy.typing as npt
 
 FORGET = 0.98  # weight of the past of such steps at each step
 STEPS_MIN = 8  # steps before the estimate is used
-UNIT = np.array([1.0, 1e-2, 1e-5])  # scales of constant, rows and context, so that the fit is sound
+ROWS_UNIT, CONTEXT_UNIT = 1e-2, 1e-5  # scales, so that the fit is sound
+UNIT = np.array([1.0, ROWS_UNIT, CONTEXT_UNIT])
 RIDGE = 1e-3  # keeps what was never varied at zero
 GROWTH = (
     2  # a step has at most so many times the rows of the widest one seen: no leap into the dark
@@ -19,9 +22,11 @@ GROWTH = (
 
 class StepCost:
     def __init__(self) -> None:
-        self._information = RIDGE * np.eye(3)
-        self._fitted = np.zeros(3)  # in units of UNIT; may be negative where little is known
-        self._weights = np.zeros(3)  # us per constant, row, token of context
+        # Information matrix, upper triangle, and right side of the normal equations, in units of UNIT:
+        # plain numbers, since a step has no time for a dozen calls of numpy.
+        self._information = (RIDGE, 0.0, 0.0, RIDGE, 0.0, RIDGE)
+        self._right = (0.0, 0.0, 0.0)
+        self._solved: npt.NDArray[np.float64] | None = None  # None: to be solved anew
         self._steps = 0
         self._widest = 0
 
@@ -29,14 +34,38 @@ class StepCost:
         """A step with so many rows took `us`; 0: its worker does not say."""
         if us <= 0:
             return
-        x = np.array([1.0, rows, context]) * UNIT
-        seen = self._information @ x
-        self._information -= (1 - FORGET) / float(x @ seen) * np.outer(seen, seen)
-        self._information += np.outer(x, x)
-        self._fitted += np.linalg.solve(self._information, x * (us - float(x @ self._fitted)))
-        self._weights = np.maximum(self._fitted * UNIT, 0.0)
+        x, y = rows * ROWS_UNIT, context * CONTEXT_UNIT
+        a, b, c, d, e, f = self._information
+        u, v, w = (
+            a + b * x + c * y,
+            b + d * x + e * y,
+            c + e * x + f * y,
+        )  # what is known of such steps
+        less = (1 - FORGET) / (u + v * x + w * y)
+        self._information = (
+            a - less * u * u + 1.0,
+            b - less * u * v + x,
+            c - less * u * w + y,
+            d - less * v * v + x * x,
+            e - less * v * w + x * y,
+            f - less * w * w + y * y,
+        )
+        a, b, c = self._right
+        less *= a + b * x + c * y
+        self._right = a - less * u + us, b - less * v + us * x, c - less * w + us * y
+        self._solved = None
         self._steps += 1
         self._widest = max(self._widest, rows)
+
+    @property
+    def _weights(self) -> npt.NDArray[np.float64]:
+        """us per constant, row, token of context."""
+        if self._solved is None:
+            a, b, c, d, e, f = self._information
+            information = np.array([[a, b, c], [b, d, e], [c, e, f]])
+            fitted = np.linalg.solve(information, np.array(self._right))
+            self._solved = np.maximum(fitted * UNIT, 0.0)  # negative where little is known
+        return self._solved
 
     @property
     def known(self) -> bool:

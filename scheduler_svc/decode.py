@@ -49,12 +49,15 @@ def take_decoders(
     """
     while rank.decoding:
         found = _eligible(rank, budget, max_drafts)
-        for drafts in (found.drafts, np.zeros_like(found.drafts)):
-            found.drafts = drafts
+        for with_drafts in (True, False):
+            if not with_drafts:
+                found.drafts = np.zeros_like(found.drafts)
             missing = _missing_blocks(rank, found)
             if int(np.add.reduce(missing)) <= rank.pool.free:
-                for place in missing.nonzero()[0].tolist():
-                    rank.grow(rank.decoding[int(found.rows[place])], int(missing[place]))
+                places = missing.nonzero()[0]
+                columns = (column.take(places).tolist() for column in (found.rows, missing))
+                for row, count in zip(*columns, strict=True):
+                    rank.grow(rank.decoding[row], count)
                 return found
         if not idle:
             return None

@@ -5,11 +5,11 @@ nothing. Both memories are bounded, and losing an entry costs work, never a toke
 what it misses anew, and the same tokens come out.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from phalanx.scheduler_svc.state import Key, Sequence
 
-KEPT_MAX = 16_384  # beyond, the oldest is forgotten
+KEPT_MAX = 16_384  # beyond, one is forgotten
 KEPT_TTL_NS = 120 * 10**9  # and each after this long
 REPEAT_NS = 10**9
 REPEATS_PER_TURN = 64
@@ -18,16 +18,14 @@ ENDED_MAX = 16_384
 
 class Finals:
     def __init__(self) -> None:
-        self._kept: OrderedDict[Key, Sequence] = OrderedDict()  # oldest first
-        self._repeats: deque[tuple[int, Sequence]] = deque()  # (due_ns, sequence)
+        self._kept: OrderedDict[Key, Sequence] = OrderedDict()  # the one due first, first
         self._ended: OrderedDict[Key, int] = OrderedDict()  # attempt
 
     def keep(self, sequence: Sequence, now_ns: int) -> Sequence | None:
         """Keep it until `drop`. Returns one that must be forgotten instead, if there are too many."""
         self._kept[sequence.key] = sequence
-        sequence.finished_ns = now_ns
-        self._repeats.append((now_ns + REPEAT_NS, sequence))
-        return next(iter(self._kept.values())) if len(self._kept) > KEPT_MAX else None
+        sequence.finished_ns, sequence.final_due_ns = now_ns, now_ns + REPEAT_NS
+        return self._first() if len(self._kept) > KEPT_MAX else None
 
     def drop(self, sequence: Sequence) -> None:
         """Acknowledged, or replaced by a later attempt."""
@@ -45,22 +43,25 @@ class Finals:
         return self._ended.get(key, -1)
 
     def due(self, now_ns: int) -> tuple[list[Sequence], list[Sequence]]:
-        """(finals to say again, sequences whose time is up)."""
+        """(finals to say again, sequences whose time is up, to be dropped)."""
         again: list[Sequence] = []
         over: list[Sequence] = []
         for _ in range(REPEATS_PER_TURN):
-            if not self._repeats or self._repeats[0][0] > now_ns:
+            first = self._first()
+            if first is None or first.final_due_ns > now_ns:
                 break
-            _, sequence = self._repeats.popleft()
-            if self._kept.get(sequence.key) is not sequence:
-                continue
-            if now_ns - sequence.finished_ns > KEPT_TTL_NS:
-                over.append(sequence)
+            if now_ns - first.finished_ns > KEPT_TTL_NS:
+                over.append(self._kept.pop(first.key))
             else:
-                again.append(sequence)
-                self._repeats.append((now_ns + REPEAT_NS, sequence))
+                again.append(first)
+                first.final_due_ns = now_ns + REPEAT_NS
+                self._kept.move_to_end(first.key)
         return again, over
 
     @property
     def next_due_ns(self) -> int | None:
-        return self._repeats[0][0] if self._repeats else None
+        first = self._first()
+        return None if first is None else first.final_due_ns
+
+    def _first(self) -> Sequence | None:
+        return next(iter(self._kept.values()), None)

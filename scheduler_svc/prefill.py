@@ -99,6 +99,7 @@ class _Taking:
         self._totals: dict[Sequence, int] = {}
         self._open: list[Sequence] = []  # begun ones that may take more
         self._begun: set[str] = set()  # their requests, and those of others in prefill
+        self._whole: list[Chunk] = []  # whole prompts, which need no further thought
         self._forks: list[Fork] = []
 
     def run(self) -> Prefill:
@@ -110,14 +111,41 @@ class _Taking:
                 rank.restart(sequence)
         self._open = list(rank.prefilling)
         self._begun = {s.request_id for s in chain(rank.prefilling, rank.loading, rank.aside)}
-        self._load()
-        if self._open and len(self._open) + len(rank.waiting) > 1:
+        if self._stored is not None:
+            self._load()
+        if not self._open:
+            self._start_whole()
+        elif len(self._open) + len(rank.waiting) > 1:
             self._give(self._open[0], -(-self._left // OLDEST_SHARE))
         while self._left and (chosen := self._next()) is not None:
             if chosen.slot >= 0 or self._start(chosen):
                 self._give(chosen, self._left)
         chunks = [self._chunk(sequence, count) for sequence, count in self._counts.items() if count]
-        return Prefill(chunks, self._forks)
+        return Prefill(self._whole + chunks, self._forks)
+
+    def _start_whole(self) -> None:
+        """The common case at once: the head of the queue, again and again, while its whole prompt fits into the
+        step and it shares it with nobody. The first that asks for more thought ends it."""
+        rank, pool, waiting = self._rank, self._rank.pool, self._rank.waiting
+        room = min(self._max_num_seqs - rank.num_running, len(rank.free_slots))
+        used_max = self._watermark * pool.total
+        while self._left and waiting and len(self._whole) < room:
+            first = waiting[0]
+            count = first.num_tokens
+            if count > self._left or 4 * count > self._room or first.stored:
+                return
+            if self._stored is not None and self._stored.cut_at(first, 0):
+                return
+            if first.request_id in self._begun or not rank.alone(first) or first.scores.wanted:
+                return
+            num_blocks = blocks_for(count)
+            if pool.used > used_max or num_blocks > pool.free:
+                return
+            rank.start(first, num_blocks)
+            self._begun.add(first.request_id)
+            self._whole.append(Chunk(first, 0, count, True))
+            self._left -= count
+            self._room -= 4 * count
 
     def _load(self) -> None:
         """Begin to load what is stored: that costs no rows, so it need not wait for them."""
@@ -133,12 +161,13 @@ class _Taking:
     def _start(self, sequence: Sequence) -> bool:
         """A waiting sequence takes what it needs. Whether it can have rows in this step."""
         self._begun.add(sequence.request_id)
+        num_blocks = blocks_for(self._tokens(sequence))
         if sequence.stored:
             assert self._stored is not None
-            self._rank.start_loading(sequence)
+            self._rank.start_loading(sequence, num_blocks)
             self._stored.load(sequence)
             return False
-        self._rank.start(sequence)
+        self._rank.start(sequence, num_blocks)
         self._open.append(sequence)
         return True
 
@@ -188,14 +217,14 @@ class _Taking:
         return count
 
     def _planned(self, sequence: Sequence) -> int:
-        return int(self._rank.t.planned[sequence.row]) + self._counts.get(sequence, 0)
+        return self._rank.t.planned.item(sequence.row) + self._counts.get(sequence, 0)
 
     def _remaining(self, sequence: Sequence) -> int:
         return self._tokens(sequence) - self._planned(sequence)
 
     def _end(self, sequence: Sequence) -> int:
         """Where its chunk of this step must end at the latest."""
-        start, end = int(self._rank.t.planned[sequence.row]), self._tokens(sequence)
+        start, end = self._rank.t.planned.item(sequence.row), self._tokens(sequence)
         fork_at = sequence.num_prompt - 1 if self._rank.followers(sequence) else 0
         state_at = self._stored.cut_at(sequence, start) if self._stored else 0
         for cut in (state_at, fork_at):
@@ -216,7 +245,7 @@ class _Taking:
     def _give(self, sequence: Sequence, most: int) -> None:
         if not sequence.known and sequence not in self._counts:
             self._room -= 4 * self._tokens(sequence)
-        start = int(self._rank.t.planned[sequence.row])
+        start = self._rank.t.planned.item(sequence.row)
         count = min(most, self._left, self._end(sequence) - self._planned(sequence))
         if sequence.scores.wanted:
             before = self._planned(sequence)
@@ -243,14 +272,16 @@ class _Taking:
             self._left -= 1
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        start = int(self._rank.t.planned[sequence.row])
+        start = self._rank.t.planned.item(sequence.row)
         return Chunk(sequence, start, count, samples=start + count == self._tokens(sequence))
 
 
 def may_start(rank: Rank, num_blocks: int, max_num_seqs: int, watermark: float) -> bool:
+    pool = rank.pool
+    free = pool.free
     return (
         rank.num_running < max_num_seqs
         and bool(rank.free_slots)
-        and rank.pool.used <= watermark * rank.pool.total
-        and num_blocks <= rank.pool.free
+        and pool.total - free <= watermark * pool.total
+        and num_blocks <= free
     )

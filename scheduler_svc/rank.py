@@ -13,9 +13,18 @@ from itertools import chain
 import numpy as np
 
 from phalanx.protocol.limits import BLOCK_SIZE
-from phalanx.protocol.queues import Phase, State
 from phalanx.scheduler_svc.blocks import BlockPool, blocks_for
-from phalanx.scheduler_svc.state import Sequence, Table
+from phalanx.scheduler_svc.state import (
+    DECODE,
+    LOADING,
+    PREEMPTED,
+    PREFILL,
+    QUEUED,
+    RUNNING,
+    WAITING,
+    Sequence,
+    Table,
+)
 from phalanx.scheduler_svc.stops import Rows
 
 
@@ -40,11 +49,6 @@ class Chunk:
             return 0
         return max(0, min(self.end, self.sequence.num_prompt - 1) - self.start)
 
-    @property
-    def context(self) -> int:
-        """Sum over its rows of the tokens that each may read."""
-        return self.count * self.start + self.count * self.count // 2
-
 
 @dataclass(frozen=True, slots=True)
 class Fork:
@@ -62,7 +66,8 @@ class Rank:
     def __init__(self, table: Table) -> None:
         self.table, self.t = table, table.columns
         self.waiting: list[Sequence] = []  # by `order`
-        self._waiting_of: dict[str, list[Sequence]] = {}  # by request, those with nothing computed
+        self._waiting_of: dict[str, list[Sequence]] = {}  # by request
+        self.seen = 0  # the newest plan whose result is in
         self.prefilling: list[Sequence] = []  # cut prompts first: the head of the queue
         self.decoding: dict[int, Sequence] = {}  # by row, in order of their first token
         self.aside: dict[Sequence, None] = {}  # not ready to wait: looked up in the KV store
@@ -102,35 +107,38 @@ class Rank:
         return self._rows
 
     def enqueue(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=lambda waiting: waiting.order)
-        if sequence.num_outputs == 0:
-            self._waiting_of.setdefault(sequence.request_id, []).append(sequence)
+        if self.waiting and sequence.order < self.waiting[-1].order:
+            insort(self.waiting, sequence, key=lambda waiting: waiting.order)
+        else:
+            self.waiting.append(sequence)
+        self._waiting_of.setdefault(sequence.request_id, []).append(sequence)
 
     def _leave_waiting(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
-        if sequence.num_outputs == 0:
-            of_request = self._waiting_of[sequence.request_id]
-            of_request.remove(sequence)
-            if not of_request:
-                del self._waiting_of[sequence.request_id]
+        of_request = self._waiting_of[sequence.request_id]
+        of_request.remove(sequence)
+        if not of_request:
+            del self._waiting_of[sequence.request_id]
 
-    def start(self, sequence: Sequence) -> None:
+    def start(self, sequence: Sequence, num_blocks: int) -> None:
         """A waiting sequence takes a slot and all blocks of its tokens."""
-        sequence.blocks = self.pool.allocate(blocks_for(sequence.num_tokens))
-        self._take_slot(sequence)
+        self._take_slot(sequence, self.pool.allocate(num_blocks))
         self._prefill(sequence)
 
-    def _take_slot(self, sequence: Sequence) -> None:
+    def _take_slot(self, sequence: Sequence, blocks: list[int]) -> None:
         self._leave_waiting(sequence)
-        row = sequence.row
-        sequence.slot = self.free_slots.pop()
-        self.t.slot[row] = sequence.slot
-        self.t.blocks[row] = len(sequence.blocks)
-        self.t.state[row] = State.RUNNING
+        t, row = self.t, sequence.row
+        sequence.blocks = blocks
+        sequence.slot = t.slot[row] = self.free_slots.pop()
+        t.blocks[row], t.state[row] = len(blocks), RUNNING
 
     def _prefill(self, sequence: Sequence) -> None:
-        self.t.phase[sequence.row] = Phase.PREFILL
+        self.t.phase[sequence.row] = PREFILL
         self.prefilling.append(sequence)
+
+    def under_way(self, sequence: Sequence) -> bool:
+        """Whether a plan that has no result yet contains it."""
+        return self.t.last_plan.item(sequence.row) > self.seen
 
     # ------------------------------------------------------------ what the KV store has
 
@@ -144,11 +152,10 @@ class Rank:
         del self.aside[sequence]
         self.enqueue(sequence)
 
-    def start_loading(self, sequence: Sequence) -> None:
+    def start_loading(self, sequence: Sequence, num_blocks: int) -> None:
         """As `start`, for one whose first blocks are filled by the KV store first."""
-        sequence.blocks = self.pool.allocate(blocks_for(sequence.num_tokens))
-        self._take_slot(sequence)
-        self.t.phase[sequence.row] = Phase.LOADING
+        self._take_slot(sequence, self.pool.allocate(num_blocks))
+        self.t.phase[sequence.row] = LOADING
         self.loading[sequence] = None
 
     def loaded(self, sequence: Sequence, num_tokens: int) -> None:
@@ -160,12 +167,20 @@ class Rank:
 
     # ------------------------------------------------------------ sequences of one request
 
+    def alone(self, sequence: Sequence) -> bool:
+        """No other sequence of the request of this waiting one waits."""
+        return len(self._waiting_of[sequence.request_id]) == 1
+
     def followers(self, leader: Sequence) -> list[Sequence]:
         """Waiting sequences that need exactly what `leader` computes in its prefill."""
         waiting = self._waiting_of.get(leader.request_id)
         if not waiting or leader.num_outputs:
             return []
-        return [w for w in waiting if w.prompt == leader.prompt and not w.scores.wanted]
+        return [
+            one
+            for one in waiting
+            if one.prompt == leader.prompt and not (one.num_outputs or one.scores.wanted)
+        ]
 
     def leader_of(self, sequence: Sequence) -> Sequence | None:
         """A sequence in prefill, or on its way there past the KV store, that computes what this waiting
@@ -192,9 +207,8 @@ class Rank:
         at, shared = leader.num_prompt - 1, self.shared_blocks(leader)
         own = self.pool.allocate(blocks_for(leader.num_prompt) - shared)
         self.pool.retain(leader.blocks[:shared])
-        follower.blocks = leader.blocks[:shared] + own
         follower.cached = leader.cached
-        self._take_slot(follower)
+        self._take_slot(follower, leader.blocks[:shared] + own)
         self._prefill(follower)
         row = follower.row
         self.t.committed[row] = self.t.planned[row] = at
@@ -203,13 +217,14 @@ class Rank:
 
     def lost_fork(self, sequence: Sequence) -> bool:
         """Whether it was forked in a step that was abandoned: what it builds on was never copied."""
-        return not sequence.known and sequence.load is None and self.t.planned[sequence.row] > 0
+        not_told = not sequence.known and sequence.load is None
+        return not_told and self.t.planned.item(sequence.row) > 0
 
     def restart(self, sequence: Sequence) -> None:
         """Back to the waiting queue, as if it had never begun. No plan under way may contain it."""
-        assert self.t.in_flight[sequence.row] == 0
+        assert not self.under_way(sequence)
         self._to_waiting(sequence)
-        self.t.phase[sequence.row] = Phase.QUEUED
+        self.t.phase[sequence.row] = QUEUED
         self.enqueue(sequence)
 
     def _to_waiting(self, sequence: Sequence) -> None:
@@ -218,21 +233,21 @@ class Rank:
         self.free(sequence)
         sequence.known, sequence.marks = False, None
         self.t.committed[row] = self.t.planned[row] = 0
-        self.t.state[row] = State.WAITING
+        self.t.state[row] = WAITING
 
     # ------------------------------------------------------------ phases
 
     def to_decode(self, sequence: Sequence) -> None:
         self.prefilling.remove(sequence)
         self.decoding[sequence.row] = sequence
-        self.t.phase[sequence.row] = Phase.DECODE
+        self.t.phase[sequence.row] = DECODE
         self._rows = None
 
     def to_prefill(self, sequence: Sequence) -> None:
         """Its last chunk was abandoned: the next prompt to go on."""
         del self.decoding[sequence.row]
         self.prefilling.insert(0, sequence)
-        self.t.phase[sequence.row] = Phase.PREFILL
+        self.t.phase[sequence.row] = PREFILL
         self._rows = None
 
     def grow(self, sequence: Sequence, count: int) -> None:
@@ -245,11 +260,11 @@ class Rank:
 
         No plan under way may contain it.
         """
-        assert self.t.in_flight[sequence.row] == 0
+        assert not self.under_way(sequence)
         row = sequence.row
         self._to_waiting(sequence)
         self.t.preemptions[row] += 1
-        self.t.phase[row] = Phase.PREEMPTED
+        self.t.phase[row] = PREEMPTED
         sequence.order = (0, *sequence.order[1:])  # as a resumed one: ahead of arrivals
         self.enqueue(sequence)
 

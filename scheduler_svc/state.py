@@ -14,6 +14,9 @@ from phalanx.scheduler_svc.scores import Scores
 from phalanx.scheduler_svc.stops import StopIds
 
 Key = tuple[str, int]  # (request_id, index)
+# Plain ints: numpy is ten times slower with an IntEnum, which it takes for an object.
+FREE, WAITING, RUNNING, ENDING = (int(state) for state in State)
+QUEUED, RESUMED, PREEMPTED, PREFILL, DECODE, LOADING = (int(phase) for phase in Phase)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +39,10 @@ class Load:
 class Sequence:
     """One sequence. Numbers that change with every step live in its row of the table."""
 
-    request_id: str
-    index: int
+    key: Key
     attempt: int
     prompt: bytes  # int32 ids
+    num_prompt: int
     sampling: Sampling
     resumed: bytes  # int32 ids: the outputs that came with Submit
     max_outputs: int
@@ -70,22 +73,23 @@ class Sequence:
     code: Code | None = None
     error: str = ""
     finished_ns: int = 0
+    final_due_ns: int = 0  # when its final is said again
 
     def __post_init__(self) -> None:
         self.scores = Scores(self.sampling, self.num_prompt)
 
     @property
-    def key(self) -> Key:
-        return self.request_id, self.index
+    def request_id(self) -> str:
+        return self.key[0]
 
     @property
-    def num_prompt(self) -> int:
-        return len(self.prompt) // 4
+    def index(self) -> int:
+        return self.key[1]
 
     @property
     def num_outputs(self) -> int:
         if self.table is not None:
-            return int(self.table.columns.output_tokens[self.row])
+            return self.table.columns.output_tokens.item(self.row)
         return len(self.ended or self.resumed) // 4
 
     @property
@@ -104,7 +108,7 @@ class Sequence:
 
     def tokens(self) -> bytes:
         """int32 [num_tokens]: prompt and outputs."""
-        return self.prompt + self.outputs().tobytes()
+        return self.prompt + self.outputs().tobytes() if self.num_outputs else self.prompt
 
     def item(self, offset: int) -> TokensItem:
         """Its tokens from `offset` on and, if it has finished, its end."""
@@ -151,10 +155,10 @@ def sequence_of(
     submit: Submit, max_outputs: int, order: tuple[int, int, int], now_ns: int
 ) -> Sequence:
     return Sequence(
-        request_id=submit.request_id,
-        index=submit.index,
+        key=(submit.request_id, submit.index),
         attempt=submit.attempt,
         prompt=submit.prompt,
+        num_prompt=len(submit.prompt) // 4,
         sampling=submit.sampling,
         resumed=submit.outputs,
         max_outputs=max_outputs,
@@ -174,7 +178,7 @@ class Table:
         self.stop_ids = StopIds(columns.rows)
         self.by_row: dict[int, Sequence] = {}
         self._free = list(range(columns.rows - 1, -1, -1))
-        self._version = columns.header["version"]
+        self._version = columns.header["version"].data
 
     @property
     def free(self) -> int:
@@ -199,20 +203,19 @@ class Table:
         t.slot[row] = -1
         for column in (t.cached_tokens, t.preemptions, t.blocks, t.told, t.last_token):
             column[row] = 0
-        for column in (t.committed, t.planned, t.in_flight):
-            column[row] = 0
+        t.committed[row] = t.planned[row] = 0
         t.last_plan[row] = t.named[row] = 0
         t.handle[row] = sequence.handle
         t.predicted[row] = len(sequence.sampling.predicted_token_ids)
-        t.phase[row] = Phase.RESUMED if sequence.resumed else Phase.QUEUED
-        t.state[row] = State.WAITING
+        t.phase[row] = RESUMED if sequence.resumed else QUEUED
+        t.state[row] = WAITING
 
     def remove(self, sequence: Sequence) -> None:
         row = sequence.row
         sequence.ended = self.outputs.of(row, sequence.num_outputs).tobytes()
         self.outputs.close(row)
         self.stop_ids.close(row)
-        self.columns.state[row] = State.FREE
+        self.columns.state[row] = FREE
         del self.by_row[row]
         self._free.append(row)
         sequence.table, sequence.row = None, -1
@@ -224,7 +227,7 @@ class Table:
 
     def begin(self) -> None:
         """A change starts: readers wait for `end`, or take what they see."""
-        self._version[0] += np.uint64(1)
+        self._version[0] += 1
 
     def end(self) -> None:
-        self._version[0] += np.uint64(1)
+        self._version[0] += 1

@@ -12,6 +12,7 @@ from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import FinishReason, Sampling
 
 if TYPE_CHECKING:
+    from phalanx.scheduler_svc.outputs import Spans
     from phalanx.scheduler_svc.state import Sequence
 
 Rows = npt.NDArray[np.intp]
@@ -42,46 +43,56 @@ def sample_error(status: int, output: int) -> tuple[Code, str]:
 class StopIds:
     """The tokens that end each row of the table: its end token and its stop ids.
 
-    A count for every token id, of the rows that it would end, tells at once that a step has no such
-    token, or which few of its tokens are worth a look.
+    A mark for every token id that would end any row tells at once that a step has no such token, or
+    which few of its tokens are worth a look.
     """
 
     def __init__(self, rows: int) -> None:
         self._of: list[frozenset[int]] = [frozenset()] * rows
-        self._rows_ended: Int32 = np.zeros(
-            1, np.int32
-        )  # the last entry stays 0, for all ids beyond
+        self._rows_with: dict[frozenset[int], int] = {}  # these ids -> how many rows have them
+        self._marks: dict[int, int] = {}  # token id -> in how many of these sets it is
+        self._ends_any = np.zeros(1, bool)  # the last entry stays False, for all ids beyond
 
     def open(self, row: int, sampling: Sampling, end_token: int) -> None:
         ids = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             ids.add(end_token)
-        self._of[row] = frozenset(ids)
-        top = max(ids, default=0) + 2
-        if top > len(self._rows_ended):
-            more = np.zeros(2 * top - len(self._rows_ended), np.int32)
-            self._rows_ended = np.concatenate((self._rows_ended, more))
-        for token in ids:
-            self._rows_ended[token] += 1
+        of_row = self._of[row] = frozenset(ids)
+        count = self._rows_with.get(of_row, 0)
+        self._rows_with[of_row] = count + 1
+        if not count:
+            self._mark(of_row, 1)
 
     def close(self, row: int) -> None:
-        for token in self._of[row]:
-            self._rows_ended[token] -= 1
+        of_row = self._of[row]
+        count = self._rows_with[of_row] - 1
+        self._rows_with[of_row] = count
+        if not count:
+            del self._rows_with[of_row]
+            self._mark(of_row, -1)
 
-    def hits(self, rows: Rows, counts: Int32, tokens: Int32) -> list[tuple[int, int]]:
-        """(which of `rows`, which of its tokens, from 1) for `tokens` among the row's ids; in order.
+    def _mark(self, ids: frozenset[int], change: int) -> None:
+        """A set of ids comes or goes. Most sequences have the same one, so this is rare."""
+        top = max(ids, default=0) + 2
+        if top > len(self._ends_any):
+            more = np.zeros(2 * top - len(self._ends_any), bool)
+            self._ends_any = np.concatenate((self._ends_any, more))
+        for token in ids:
+            count = self._marks.pop(token, 0) + change
+            self._ends_any[token] = count > 0
+            if count:
+                self._marks[token] = count
 
-        `counts[i]` of the tokens are of `rows[i]`.
-        """
-        seen = self._rows_ended.take(tokens, mode="clip").nonzero()[0]
+    def hits(self, rows: Rows, spans: "Spans") -> list[tuple[int, int]]:
+        """(which of `rows`, which of its tokens, from 1) for tokens among the row's ids; in order."""
+        seen = self._ends_any.take(spans.tokens, mode="clip").nonzero()[0]
         if not len(seen):
             return []
-        ends = np.cumsum(counts)
-        places = ends.searchsorted(seen, "right")
-        nths = seen - (ends - counts)[places] + 1
+        places = spans.ends.searchsorted(seen, "right")
+        nths = seen - spans.starts.take(places) + 1
         columns = zip(
-            tokens[seen].tolist(),
-            rows[places].tolist(),
+            spans.tokens.take(seen).tolist(),
+            rows.take(places).tolist(),
             places.tolist(),
             nths.tolist(),
             strict=True,

@@ -57,7 +57,9 @@ def test_preemption_at_every_step_gives_the_same_tokens() -> None:
         story.step(at)
         plan, story.plan = story.plan, None  # not sent: the worker never sees it
         assert plan is not None
-        retract(story.core.rank, story.core.flights.pop())
+        flight = story.core.flights.pop()
+        retract(story.core.rank, flight)
+        story.core.rank.seen = flight.seq
         story.core.rank.preempt(next(iter(story.core.rank.decoding.values())))
         story.event()
         story.run()

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.scheduler_svc.outputs import FIRST_TOKENS, Outputs
+from phalanx.scheduler_svc.outputs import FIRST_TOKENS, Outputs, Spans
 
 ROWS = 5
 STEP = st.tuples(
@@ -24,7 +24,7 @@ def test_every_row_keeps_its_tokens(steps: list[tuple[list[int], list[int]]], fi
         tokens = np.arange(serial, serial + sum(counts), dtype=np.int32)
         serial += len(tokens)
         have = np.array([len(row) for row in expected], np.int32)
-        outputs.append(np.arange(ROWS), have, np.array(counts, np.int32), tokens)
+        outputs.append(np.arange(ROWS), have, Spans(np.array(counts, np.int32), tokens))
         at = 0
         for row, count in enumerate(counts):
             expected[row] += tokens[at : at + count].tolist()

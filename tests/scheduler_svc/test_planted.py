@@ -117,7 +117,7 @@ def abort_says_nothing(patch: Patch) -> None:
         before = len(self._items)
         abort(self, message, now_ns)
         del self._items[before:]
-        self._finals._repeats.clear()
+        self._finals._kept.clear()
         self._out.pop()
 
     patch.setattr(Scheduler, "_abort", mute)
@@ -185,7 +185,7 @@ def abandoned_blocks_untold(patch: Patch) -> None:
 
     def tells_once(rank: Rank, flight: Flight) -> None:
         retract(rank, flight)
-        rank.t.told[flight.decoders.rows] += flight.decoder_blocks
+        rank.t.told[flight.rows] += flight.added
 
     retract = plan_module.retract
     patch.setattr(core_module, "retract", tells_once)

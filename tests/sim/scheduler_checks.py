@@ -82,6 +82,8 @@ class Onlooker:
             attempt = (sequence.request_id, sequence.index, sequence.attempt)
             first = self._admitted.setdefault(attempt, sequence)
             assert first is sequence, f"{attempt} was started twice"
+            sent = self._sent.get(attempt, 0)
+            assert sequence.num_outputs >= sent, f"{attempt} forgot tokens that it has told"
         if core.accepting and core.live and not core.busy:
             held = core.store is not None and core.store.holders()
             asked = core.restorer is not None and core.restorer.due_ns is not None
@@ -126,7 +128,6 @@ def _check_flights(core: Scheduler) -> None:
     """What is under way is what the table says is under way."""
     t = core.rank.t
     rows: dict[int, int] = {}
-    plans: dict[int, int] = {}
     for flight in core.flights:
         decoders = flight.decoders
         places = zip(decoders.rows.tolist(), decoders.drafts.tolist(), strict=True)
@@ -134,15 +135,14 @@ def _check_flights(core: Scheduler) -> None:
         parts += [(chunk.sequence.row, chunk.count) for chunk in flight.chunks]
         for row, count in parts:
             rows[row] = rows.get(row, 0) + count
-            plans[row] = plans.get(row, 0) + 1
-    for row in core.table.by_row:
+    for row, sequence in core.table.by_row.items():
         assert t.planned[row] == t.committed[row] + rows.get(row, 0), (
             "rows under way are miscounted"
         )
-        assert t.in_flight[row] == plans.get(row, 0), "plans under way are miscounted"
         assert t.told[row] <= t.blocks[row]
         newest = [flight.seq for flight in core.flights if _contains(flight, row)]
         assert not newest or t.last_plan[row] == newest[-1], "the newest plan is not the last one"
+        assert core.rank.under_way(sequence) == bool(newest), "a plan under way is not known"
 
 
 def _contains(flight: Flight, row: int) -> bool:
