@@ -107,6 +107,25 @@ def test_a_stored_prefix_is_not_computed() -> None:
     shop.assert_whole()
 
 
+def test_what_can_be_loaded_soon_is_not_computed_now() -> None:
+    """Not even where the whole prompt would fit into the step, and no state can be kept of it."""
+    shop = Shop(states=1).warm()
+    story = shop.story
+    for number in (1, 2):
+        story.submit(number, [number] * 130, max_tokens=1)
+    while story.plan is not None or shop.story.core.rank.aside:
+        shop.contains()
+        story.step()  # and nothing is put: both of the worker's regions for states are taken
+    story.submit(3, PROMPT, max_tokens=4)
+    story.submit(4, PROMPT, max_tokens=4)
+    shop.contains()
+    assert story.plan is None  # 3 is loaded, 4 waits for the one staged state
+    shop.serve()
+    assert [cached(story, number) for number in (3, 4)] == [256, 256]
+    assert [story.outputs(number) == story.expected(number, 4) for number in (3, 4)] == [True] * 2
+    shop.assert_whole()
+
+
 @pytest.mark.parametrize("length", [128, 129, 256, 257])
 def test_one_token_is_always_computed(length: int) -> None:
     shop = Shop().warm(PROMPT[:length])
