@@ -50,7 +50,7 @@ def test_a_seed_gives_one_schedule_and_it_spares_the_restart_limit() -> None:
     assert Counter(f.target for f in faults).keys() == set(NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_short_run_changes_nothing() -> None:
     command = [sys.executable, "-P", "-m", "phalanx.supervisor.cli", "chaos", "--json"]
     options = ["--minutes", "0.15", "--streams", "6", "--seed", "11"]

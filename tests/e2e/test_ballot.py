@@ -44,6 +44,7 @@ def test_tokens_are_those_of_mixed_steps(
     assert_whole(voting)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", ["scheduler-0", "worker-1"])
 def test_a_killed_process_changes_no_token(
     voting: Node, requests: list[dict[str, Any]], mixed: Any, victim: str

@@ -81,6 +81,7 @@ def test_three_ranks_become_one_and_four(three: Node, requests: Any, quiet: Any)
     assert_whole(three)
 
 
+@pytest.mark.soak
 def test_every_process_is_replaced_under_load(three: Node, requests: Any, quiet: Any) -> None:
     before = three.pids()
     with Load(three, requests) as load:
@@ -101,7 +102,7 @@ def test_what_cannot_be_done_is_refused(three: Node) -> None:
     assert three.status()["change"] == "" and len(three.status()["ranks"]) == 4
 
 
-@pytest.mark.parametrize("how", ["down", "SIGTERM"])
+@pytest.mark.parametrize("how", [pytest.param("down", marks=pytest.mark.soak), "SIGTERM"])
 def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
     start_node: Callable[..., Node], tmp_path: Path, how: str
 ) -> None:

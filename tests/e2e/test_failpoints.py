@@ -24,7 +24,7 @@ from phalanx.testing.node import Node
 pytestmark = pytest.mark.process
 
 SEED = int(os.environ.get("FAILPOINT_SEED", time.time_ns() // 1_000_000 % 1_000_000))
-DRAWN = random.Random(SEED).sample(CONTROL, 5)
+DRAWN = random.Random(SEED).sample(CONTROL, 3)
 
 
 def check(field: Field, case: Case) -> None:

@@ -11,7 +11,7 @@ import pytest
 from e2e.field import specs
 from phalanx.testing.node import Node
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 BUSY_S = 15
 
