@@ -180,6 +180,9 @@ class RecipeReply:
         if isinstance(event, Delta):
             return self._said(index, self._push(index, event))
         check_end(event)
+        self._usages[index] = event.usage
+        if processor.finished:  # it saw the stop string, and has said the end
+            return []
         chunks = []
         if index in self._held:
             pair = self._held.pop(index)
@@ -187,7 +190,6 @@ class RecipeReply:
                 chunks += processor.push(recipe.InferenceChunk.text("", 1))
             else:
                 chunks += self._tokens(index, [self._model.eos_token_id], [pair] if pair else [])
-        self._usages[index] = event.usage
         chunks += processor.push(recipe.InferenceChunk.finish(_FINISH[event.finish_reason]))
         chunks += processor.finish()
         return self._said(index, chunks)
@@ -205,7 +207,7 @@ class RecipeReply:
         return self._tokens(index, ids, pairs)
 
     def _tokens(self, index: int, ids: list[int], pairs: list[Pair]) -> list[Any]:
-        if not ids:
+        if not ids or self._processors[index].finished:
             return []
         chunk = recipe.InferenceChunk.tokens(ids, pairs or None)
         chunks: list[Any] = self._processors[index].push(chunk)

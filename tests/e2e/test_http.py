@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from e2e.node import Node, assert_whole, wait_for
+from e2e.node import PHALANX, Node, assert_whole, wait_for
 from phalanx.services.tokenizer.core import DEFAULT_TOKENIZER
 
 pytestmark = pytest.mark.process
@@ -148,6 +149,31 @@ def test_a_prompt_is_scored(client: openai.OpenAI) -> None:
     assert streamed == found.token_logprobs
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_of_a_stop_string_is_told(client: openai.OpenAI, stream: bool) -> None:
+    """Also where it begins in one token and ends in another, and where it never comes to its end."""
+    forced = TOKENIZER.encode("one two</th three four", add_special_tokens=False).ids
+
+    def said(*stop: str) -> tuple[str, str]:
+        body = PLAIN | {"forced_token_ids": forced}
+        found = chat(
+            client, stop=list(stop), max_tokens=len(forced), extra_body=body, stream=stream
+        )
+        if not stream:
+            choice = found.choices[0]
+            return choice.message.content, choice.finish_reason
+        text, reason = "", ""
+        for chunk in found:
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                reason = choice.finish_reason or reason
+        return text, reason
+
+    assert said("wo</") == ("one t", "stop")
+    assert said("</think>", "never") == ("one two</th three four", "length")
+    assert said("four") == ("one two</th three ", "stop")
+
+
 def test_messages_and_responses(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     ask: Any = {"model": MODEL, "max_tokens": 8, "messages": HELLO, "extra_body": {"seed": 4}}
     message = claude.messages.create(**ask)
@@ -264,6 +290,32 @@ def test_fifty_streams_do_not_notice(served: Node, base: str, calm: list[str], v
     assert all(calm)
     assert asyncio.run(with_a_kill()) == calm
     wait_for(lambda: bool(served.status()["healthy"]), 60, "healthy again")
+
+
+def test_a_node_that_stops_finishes_its_streams_and_refuses_others(
+    start_node: Callable[..., Node],
+) -> None:
+    node = start_node(1, "--http", "0")
+    found = json.loads(Path(node.run_dir, "http.json").read_text())
+    url = f"http://{found['host']}:{found['port']}/v1/chat/completions"
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 150, "ignore_eos": True, "seed": 1}
+    probe = body | {"max_tokens": 1}
+    calm = httpx.post(url, json=body, timeout=60).json()["choices"][0]["message"]
+    stopping = None
+    thought = ""
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as running:
+        for line in running.iter_lines():
+            if line.startswith("data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                thought += choice["delta"].get("reasoning_content") or ""
+            if stopping is None and thought:
+                down = [*PHALANX, "down", "--timeout", "90", "--run-dir", str(node.run_dir)]
+                stopping = subprocess.Popen(down)
+                wait_for(
+                    lambda: httpx.post(url, json=probe, timeout=60).status_code == 503, 20, "503"
+                )
+    assert thought == calm["reasoning_content"]
+    assert stopping is not None and stopping.wait(120) == 0
 
 
 def test_a_killed_server_comes_back_at_the_same_address(
