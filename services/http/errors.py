@@ -20,6 +20,7 @@ _STATUS = {
     Code.NOT_READY: 503,
     Code.SHUTDOWN: 503,
     Code.KV_PRESSURE: 503,
+    Code.TIME_LIMIT: 504,
 }
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error", 504: "timeout_error"}
 _ANTHROPIC_TYPES = {

@@ -171,7 +171,7 @@ def _carry_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lost_seats_keep_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "_move_all", lambda self, seat, *, fell: None)
+    monkeypatch.setattr(Placement, "_move_all", lambda self, seat, fell=True: None)
 
 
 def _handles_outlive_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
