@@ -48,7 +48,7 @@ def test_a_changed_token_and_a_lost_stream_are_counted() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_kill_changes_no_token_and_loses_no_stream() -> None:
     figures = run(kills=1, ranks=2, streams=4)
     assert (figures["tokens_changed"], figures["streams_lost"]) == (0, 0)
