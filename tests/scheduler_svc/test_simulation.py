@@ -4,7 +4,7 @@ import pytest
 
 from sim.scheduler_world import Options, World
 
-SEEDS, BATCH = 400, 50
+SEEDS, BATCH = 200, 50
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))
