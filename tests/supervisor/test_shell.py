@@ -123,7 +123,8 @@ def test_a_worker_that_does_not_answer_stop_is_lost_too(node: TestNode) -> None:
     until(lambda: any(p.incarnation == 2 for p in node.status().processes))
     node.wait_healthy()
     causes = "; ".join(r.cause for r in node.status().epochs)
-    assert "worker-0 died; worker-2 did not acknowledge STOP" in causes
+    # The replacement of worker-0 may be ready before the patience with worker-2 ends.
+    assert causes.index("worker-0 died") < causes.index("worker-2 did not acknowledge STOP")
 
 
 def test_scale_and_restart_real_processes(node: TestNode) -> None:
