@@ -12,7 +12,7 @@ import pytest
 
 from e2e.node import Node, assert_whole, others, tokens, wait_for
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from phalanx.protocol.messages import Delta, Final
 from phalanx.services.client import Client
 from phalanx.worker_svc.model.random_tiny import ensure_random_tiny
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from phalanx.protocol.messages import (
 from phalanx.services.client import Client
 from phalanx.testing.node import Node
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 UNIONS = (ClientMessage, ClientReply, BusToGateway, BusFromGateway, ToSupervisor, FromSupervisor)
 # Those that tell a fault to happen or ask about it: they are repeated, and tested apart.

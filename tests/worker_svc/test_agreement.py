@@ -31,6 +31,7 @@ def test_ranks_go_on_while_schedulers_fall(seed: int) -> None:
     World(seed, dying(seed)).run().check_streams()
 
 
+@pytest.mark.soak
 def test_ten_thousand_steps_never_diverge() -> None:
     """With the intervals of a real node, arrivals all the time, and schedulers and workers that fall."""
     config = SchedulerConfig(policy="ballot", max_num_seqs=4, max_num_batched_tokens=150)
