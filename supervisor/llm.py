@@ -5,7 +5,7 @@ The node is the script's own: it starts with the object and ends with it, or wit
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -94,7 +94,7 @@ class LLM:
         """The next turn of one conversation. `options` are those of `generate`."""
         chat = [m if isinstance(m, ChatMessage) else ChatMessage(**m) for m in messages]
         sampling = {name: value for name, value in options.items() if name not in ("n", "timeout")}
-        spec = replace(make_spec(chat, options.get("n", 1), False, "", "", sampling))
+        spec = make_spec(chat, options.get("n", 1), False, "", "", sampling)
         (output,) = self.generate([spec], timeout=options.get("timeout"))
         return output
 

@@ -66,14 +66,8 @@ def read_keys(path: Path, default: Quota) -> Keys:
             numbers = [int(bound) for bound in bounds]
         except ValueError as error:
             raise ConfigError(f"{where}: {error}") from error
-        running, waiting = (
-            [*numbers, default.running, default.waiting][:2]
-            if len(numbers) != 1
-            else (
-                numbers[0],
-                default.waiting,
-            )
-        )
+        running = numbers[0] if numbers else default.running
+        waiting = numbers[1] if len(numbers) == 2 else default.waiting
         if running < 1 or waiting < 0:
             raise ConfigError(f"{where}: RUNNING must be at least 1 and WAITING at least 0")
         names[_digest(key)] = name
