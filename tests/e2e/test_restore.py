@@ -72,9 +72,10 @@ def test_a_store_that_hangs_holds_nobody_up(node: Node) -> None:
     wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
 
 
+@pytest.mark.soak
 def test_streams_of_a_killed_worker_take_up_their_prompts(node: Node) -> None:
     """What their prompts' blocks were is loaded by the other rank."""
-    requests = [request_of(seed, 600, max_tokens=100) for seed in range(73, 77)]
+    requests = [request_of(seed, 600, max_tokens=400) for seed in range(73, 77)]
     before = records(node)
     victim = node.pids()["worker-1"]
     got: list[Any] = []
