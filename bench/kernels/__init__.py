@@ -1,0 +1,1 @@
+"""Kernels against the limits of the GPU they run on: `phalanx bench kernels`."""

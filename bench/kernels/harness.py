@@ -1,0 +1,102 @@
+"""How a kernel is timed, and against what: copy bandwidth and bf16 GEMM rate of the same run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+import torch
+
+_REPLAYS: Final = 20
+_L2_BYTES: Final = (
+    256 << 20
+)  # written between timed launches, so that none finds its data in the L2
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this GPU reaches on the plainest work, measured in this run."""
+
+    copy_bytes_per_s: float  # bytes read plus bytes written
+    gemm_flops_per_s: float  # bf16, 8192 x 8192 x 8192, through torch
+
+    def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
+        """The larger of the two times that no kernel runs below."""
+        return 1e6 * max(num_bytes / self.copy_bytes_per_s, flops / self.gemm_flops_per_s)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of `phalanx bench kernels`."""
+
+    op: str
+    shape: str
+    us: float
+    floor_us: float
+    goal: float | None = None  # floor_us / us that is aimed at
+    goal_us: float | None = None  # or a time
+    alternative: str | None = None  # what else does the same: "cuBLAS bf16", "torch"
+    alternative_us: float | None = None
+
+    @property
+    def share(self) -> float:
+        """How much of the limit is reached, at most about 1."""
+        return self.floor_us / self.us
+
+
+def time_us(run: Callable[[], object], *, flush: bool = True) -> float:
+    """Median time of one launch in microseconds, replayed from a CUDA graph.
+
+    Args:
+        run: launches on the current stream, without a synchronisation.
+        flush: empty the L2 before each launch, as between the layers of a large model.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    dirt = torch.empty(_L2_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(_REPLAYS):
+        if flush:
+            dirt.fill_(1)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return median(times)
+
+
+def rotating(runs: Sequence[Callable[[], object]]) -> Callable[[], None]:
+    """One run after the other, so that a time divided by their number sees no warm data."""
+
+    def all_of_them() -> None:
+        for run in runs:
+            run()
+
+    return all_of_them
+
+
+def ceilings() -> Ceilings:
+    """Measure the two limits: about 0.2 s and 4 GiB."""
+    return Ceilings(_copy_bytes_per_s(), _gemm_flops_per_s())
+
+
+def _copy_bytes_per_s() -> float:
+    source = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / time_us(lambda: target.copy_(source), flush=False) * 1e6
+
+
+def _gemm_flops_per_s() -> float:
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * size**3 / time_us(lambda: torch.mm(a, b, out=out), flush=False) * 1e6
