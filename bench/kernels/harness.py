@@ -51,7 +51,7 @@ def time_us(run: Callable[[], object], *, flush: bool = True) -> float:
         run: launches on the current stream, without a synchronisation.
         flush: empty the L2 before each launch, as between the layers of a large model.
     """
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -61,17 +61,21 @@ def time_us(run: Callable[[], object], *, flush: bool = True) -> float:
     with torch.cuda.graph(graph):
         run()
     dirt = torch.empty(_L2_BYTES, dtype=torch.uint8, device="cuda")
-    times = []
+    times: list[float] = []
     for _ in range(_REPLAYS):
         if flush:
             dirt.fill_(1)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (_event() for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end))
     return median(times)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def rotating(runs: Sequence[Callable[[], object]]) -> Callable[[], None]:
