@@ -1,0 +1,286 @@
+"""Every dense matrix product of the model (model.md C.0), one for few rows and one for many.
+
+With few rows a product takes as long as its weights take to read, so they are read as they are
+stored, one byte a weight where they are FP8. With many rows it takes as long as its arithmetic.
+
+Bound: every product of two values is exact (8 x 8 bits of mantissa, 8 x 24 for float32 weights) and
+the sums are float32. A result differs from the exact one by at most 2e-6 of the sum of the
+products' magnitudes, for K up to 20480; `kernels.reference` adds in another order, within the same bound.
+
+Batch invariance: a row's bits depend on the row, the weight and `num_splits(N, K)`, on nothing else.
+"""
+
+from typing import Final
+
+import torch
+import triton
+from torch import Tensor
+
+from phalanx.kernels.matrix import Fp8Matrix, Matrix
+from phalanx.kernels.reference.quant import GROUP
+from phalanx.kernels.triton import linear_kernels
+from phalanx.kernels.triton.configs import Config, config
+
+_TILE: Final = 64  # weights of the smallest tile
+_PROGRAMS: Final = 128  # fill the GPU (132 multiprocessors on an H200)
+_MIN_DEPTH: Final = 256  # columns that are worth a split of their own
+_MIN_FLOAT_DEPTH: Final = 1024
+_MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
+_FEW: Final = 256  # rows up to which weights are not dequantized ahead
+
+
+def matmul_rows(
+    x: Tensor,
+    weight: Matrix,
+    *,
+    rounded: bool = False,
+    out_dtype: torch.dtype = torch.float32,
+    settings: Config | None = None,
+) -> Tensor:
+    """x @ weight.T, each row alone.
+
+    Args:
+        x: bf16 values, as bf16 or float32 [R, K]; K a multiple of 32; the last dimension contiguous.
+        weight: [N, K], contiguous: FP8, bf16 or float32.
+        rounded: round the result to bf16 values.
+        out_dtype: float32, or bf16 (which rounds).
+        settings: overrides of the tile settings (`few_settings`, `many_settings`).
+
+    Returns:
+        [R, N]. An FP8 code of NaN counts as 480, an infinite or NaN activation spoils its row only.
+    """
+    return _product(x.unsqueeze(1), weight, rounded, out_dtype, settings).squeeze(1)
+
+
+def linear(
+    x: Tensor,
+    weight: Fp8Matrix,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    settings: Config | None = None,
+) -> Tensor:
+    """A quantized linear: Q8 of the input, bf16 values as result (model.md C.0).
+
+    Args: x bf16 or float32 [R, K], weight [N, K]. Returns [R, N].
+    """
+    return matmul_rows(
+        q8_roundtrip(x), weight, rounded=True, out_dtype=out_dtype, settings=settings
+    )
+
+
+def grouped_linear(
+    x: Tensor,
+    weights: Matrix,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    settings: Config | None = None,
+) -> Tensor:
+    """Each group's own linear, without Q8 of the input: bf16 values as result.
+
+    Args:
+        x: bf16 values [R, G, K], the last two dimensions contiguous.
+        weights: FP8 [G * N, K], N a multiple of 32, or bf16 [G, N, K].
+
+    Returns:
+        [R, G * N].
+    """
+    return _product(x, weights, True, out_dtype, settings).flatten(1)
+
+
+def q8_roundtrip(x: Tensor) -> Tensor:
+    """What is left of x after Q8, as bf16: [R, K] -> [R, K]. Equal to the reference for finite x."""
+    rows, depth = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty((rows, depth), dtype=torch.bfloat16, device=x.device)
+    if rows:
+        block = min(triton.next_power_of_2(depth), 2048)
+        linear_kernels.q8_rows[(rows, triton.cdiv(depth, block))](
+            x, out, rows, depth, x.stride(0), BLOCK_K=block, num_warps=4
+        )
+    return out
+
+
+def num_splits(rows: int, depth: int, groups: int = 1) -> int:
+    """Parts of K that are summed apart and then added in order. A property of the weight's shape."""
+    if groups * rows * depth < _MIN_SIZE:
+        return 1
+    return _splits(-(-rows // _TILE) * groups, depth, _MIN_DEPTH)
+
+
+def few_settings(num_rows: int) -> Config:
+    """Tiles for a product bound by its weights: BLOCK_R rows, BLOCK_N weights, BLOCK_K columns."""
+    height = min(max(16, triton.next_power_of_2(num_rows)), 128)
+    narrow = {"BLOCK_R": height, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
+    return narrow if height <= 32 else narrow | {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+
+
+def many_settings() -> Config:
+    """Tiles for a product bound by its arithmetic; BAND as in `linear_kernels.many_rows`."""
+    tiles = {"BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 8}
+    return tiles | {"num_warps": 8, "num_stages": 3}
+
+
+def _splits(tiles: int, depth: int, smallest: int) -> int:
+    """The fewest equal parts of at least `smallest` columns that make `tiles` fill the GPU."""
+    splits, units = 1, depth // _unit(depth)
+    for candidate in range(2, depth // smallest + 1):
+        if tiles * splits >= _PROGRAMS:
+            break
+        if units % candidate == 0:
+            splits = candidate
+    return splits
+
+
+def _unit(depth: int) -> int:
+    """The largest BLOCK_K that divides K: 128, 64 or 32."""
+    if depth % 32:
+        raise ValueError(f"K is {depth}; it must be a multiple of 32")
+    return min(128, depth & -depth)
+
+
+def _settings(
+    operation: str, num_rows: int, shape: tuple[int, ...], default: Config, override: Config | None
+) -> Config:
+    """What the table says of a weight's shape at about so many rows, else the default."""
+    size = min(max(16, triton.next_power_of_2(num_rows)), 4096)
+    key = "x".join(map(str, shape)) + f" r{size}"
+    chosen = config(operation, key, default) | (override or {})
+    return chosen | {"BLOCK_K": min(chosen["BLOCK_K"], _unit(shape[-1]))}
+
+
+def _product(
+    x: Tensor, weight: Matrix, rounded: bool, out_dtype: torch.dtype, settings: Config | None
+) -> Tensor:
+    """x [R, G, K] and weights [G, N, K] or [G * N, K] -> [R, G, N]."""
+    num_rows, groups, depth = x.shape
+    columns = weight.shape[-1]
+    rows = weight.shape[:-1].numel() // groups
+    if columns != depth or (isinstance(weight, Fp8Matrix) and groups > 1 and rows % GROUP):
+        raise ValueError(f"{list(x.shape)} activations with weights {list(weight.shape)}")
+    if x.stride(2) != 1 or (groups > 1 and x.stride(1) != depth):
+        x = x.contiguous()
+    out = torch.empty((num_rows, groups, rows), dtype=out_dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    rounded = rounded or out_dtype == torch.bfloat16
+    if isinstance(weight, Tensor) and weight.dtype == torch.float32:
+        assert groups == 1
+        _float(x, weight, out, rounded, settings)
+    elif (settings or {}).get("many", num_rows > _FEW):
+        _many(x, weight, out, rounded, settings)
+    else:
+        _few(x, weight, out, rounded, settings)
+    return out
+
+
+def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
+    num_rows, groups, rows = out.shape
+    depth = x.shape[2]
+    tiles = _settings("few_rows", num_rows, (groups, rows, depth), few_settings(num_rows), settings)
+    splits = num_splits(rows, depth, groups)
+    fp8 = isinstance(weight, Fp8Matrix)
+    codes = weight.codes.view(torch.uint8) if isinstance(weight, Fp8Matrix) else weight
+    target = _parts(splits, out)
+    grid = (
+        triton.cdiv(rows, tiles["BLOCK_N"]),
+        triton.cdiv(num_rows, tiles["BLOCK_R"]),
+        groups * splits,
+    )
+    linear_kernels.few_rows[grid](
+        x,
+        codes,
+        weight.scales if isinstance(weight, Fp8Matrix) else codes,
+        target,
+        num_rows,
+        rows,
+        depth,
+        x.stride(0),
+        GROUPS=groups,
+        SPLITS=splits,
+        FP8=fp8,
+        ROUND=rounded and splits == 1,
+        **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
+    )
+    _sum(target, out, rounded)
+
+
+def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
+    num_rows, groups, rows = out.shape
+    depth = x.shape[2]
+    tiles = _settings("many_rows", num_rows, (groups, rows, depth), many_settings(), settings)
+    x = x.to(torch.bfloat16)
+    grid = (triton.cdiv(num_rows, tiles["BLOCK_R"]) * triton.cdiv(rows, tiles["BLOCK_N"]), groups)
+    linear_kernels.many_rows[grid](
+        x,
+        dequantize(weight) if isinstance(weight, Fp8Matrix) else weight,
+        out,
+        num_rows,
+        rows,
+        depth,
+        x.stride(0),
+        GROUPS=groups,
+        SPLITS=num_splits(rows, depth, groups),
+        ROUND=rounded,
+        **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K", "BAND"),
+    )
+
+
+def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> None:
+    num_rows, _, rows = out.shape
+    depth = x.shape[2]
+    default = {"BLOCK_R": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
+    tiles = _settings("float_rows", num_rows, (rows, depth), default, settings)
+    splits = _splits(triton.cdiv(rows, 32), depth, _MIN_FLOAT_DEPTH)
+    target = _parts(splits, out)
+    grid = (triton.cdiv(num_rows, tiles["BLOCK_R"]), triton.cdiv(rows, tiles["BLOCK_N"]), splits)
+    linear_kernels.float_rows[grid](
+        x,
+        weight,
+        target,
+        num_rows,
+        rows,
+        depth,
+        x.stride(0),
+        SPLITS=splits,
+        ROUND=rounded and splits == 1,
+        **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
+    )
+    _sum(target, out, rounded)
+
+
+def dequantize(weight: Fp8Matrix) -> Tensor:
+    """bf16 [N, K]: equal to the reference's float32 wherever that is no subnormal of bf16."""
+    rows, depth = weight.shape
+    out = torch.empty((rows, depth), dtype=torch.bfloat16, device=weight.device)
+    width = _unit(depth)
+    linear_kernels.dequantize[(depth // width, triton.cdiv(rows, GROUP))](
+        weight.codes.view(torch.uint8),
+        weight.scales,
+        out,
+        rows,
+        depth,
+        BLOCK_K=width,
+        num_warps=4,
+    )
+    return out
+
+
+def _parts(splits: int, out: Tensor) -> Tensor:
+    """Where the splits go: the result itself if there is one alone."""
+    if splits == 1:
+        return out
+    return torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
+
+
+def _sum(parts: Tensor, out: Tensor, rounded: bool) -> None:
+    if parts is not out:
+        block = 1024
+        linear_kernels.sum_splits[(triton.cdiv(out.numel(), block),)](
+            parts, out, out.numel(), SPLITS=parts.shape[0], ROUND=rounded, BLOCK=block, num_warps=4
+        )
+
+
+def _tiles(settings: Config, *names: str) -> Config:
+    """The settings that a kernel takes, with those of the launch."""
+    return {name: settings[name] for name in (*names, "num_warps", "num_stages")}

@@ -1,0 +1,279 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""The device side of `linear`: matrix products with one order along K, whatever the tiles.
+
+Every product is a chain of `tl.dot` over bf16 values with float32 sums. A row's bits depend on the
+order of K alone: not on the height of a tile, nor on the side its rows stand on (measured; the
+tests check it on the GPU at hand). That holds while the compiler uses one instruction family, wgmma
+with its natural order of K: so every tile has at least 64 rows of the left operand.
+"""
+
+from typing import Final
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter lacks inline PTX and the dot of bf16, and truncates where a GPU rounds to bf16.
+# Its float64 hides the order within a tile, as numpy has another for every tile height.
+INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# Four e4m3 codes to four bf16. A code's bits (s eeee mmm) moved into bf16's places (s 0000eeee
+# mmm0000) are its value times 2^-120, subnormals too; the factor brings 2^120 and the block's scale.
+# The masks leave sign and high exponent bits in one word of four bytes, the rest in another.
+_E4M3_TO_BF16: Final = tl.constexpr("""{
+    .reg .b32 high, low;
+    shr.b32 high, $2, 4;
+    and.b32 high, high, 0x07070707;
+    lop3.b32 high, high, $2, 0x80808080, 0xf8;
+    shl.b32 low, $2, 4;
+    and.b32 low, low, 0xf0f0f0f0;
+    prmt.b32 $0, low, high, 0x5140;
+    prmt.b32 $1, low, high, 0x7362;
+    mul.bf16x2 $0, $0, $3;
+    mul.bf16x2 $1, $1, $4;
+}""")
+
+
+@triton.jit
+def _factors(scales, block, num_blocks, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """int16 [BLOCK_N, BLOCK_K]: the bits, as bf16, of 2^120 times the scale of every weight of a tile; scales at most 2^7."""
+    n = tl.arange(0, BLOCK_N)[:, None] // 32
+    k = tl.arange(0, BLOCK_K)[None, :] // 32
+    bits = tl.zeros((BLOCK_N, BLOCK_K), tl.int16)
+    for i in tl.static_range((BLOCK_N + 31) // 32):
+        row = scales + tl.minimum(block + i, num_blocks - 1) * stride
+        for j in tl.static_range(BLOCK_K // 32):
+            # Byte b is 2^(b - 127); bf16 holds 2^(e - 127) as e << 7.
+            factor = ((tl.load(row + j).to(tl.int32) + 120) << 7).to(tl.int16)
+            bits = tl.where((n == i) & (k == j), factor, bits)
+    return bits
+
+
+@triton.jit
+def _dequantize(codes, factors):
+    """e4m3 codes as uint8, factors as from `_factors` -> bf16, exact."""
+    if INTERPRETED:
+        code = codes.to(tl.int32)
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        factor = (factors.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        return (bits.to(tl.float32, bitcast=True) * factor).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        _E4M3_TO_BF16,
+        "=&r,=&r,r,r,r",
+        [codes, factors],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if INTERPRETED:
+        a, b = a.to(tl.float32).to(tl.float64), b.to(tl.float32).to(tl.float64)
+        return (acc.to(tl.float64) + tl.dot(a, b, out_dtype=tl.float64)).to(tl.float32)
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _round(x):
+    """float32 -> bf16, to the nearest, ties to even."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _store(out, product, mask, ROUND: tl.constexpr):
+    if ROUND:
+        product = _round(product)
+    tl.store(out, product.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R"])
+def few_rows(
+    x,  # bf16 or float32 [R, G, K]
+    w,  # uint8 (codes) or bf16 [G, N, K]
+    scales,  # uint8 [G, ceil(N/32), K/32], or anything
+    out,  # [S, R, G, N]
+    R,
+    N,
+    K,
+    stride_x,  # elements from row to row of x
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FP8: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Weights on the left, FP8 weights dequantized on their way: bound by the bytes of the weights.
+
+    Grid: (tiles of N, tiles of R, G * S). Split s sums its own K / S.
+    """
+    group = tl.program_id(2) // SPLITS
+    split = tl.program_id(2) % SPLITS
+    depth = K // SPLITS // 32 * 32  # as the compiler cannot see that it is a multiple of 32
+    first = tl.program_id(0) * BLOCK_N
+    n = first + tl.arange(0, BLOCK_N)
+    r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    k = split * depth + tl.arange(0, BLOCK_K)
+    # Rows past the end repeat the last one: no mask, and nothing of them is stored.
+    w_row = group.to(tl.int64) * N + tl.minimum(n, N - 1)
+    w_at = w + w_row[:, None] * K + k[None, :]
+    x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
+    blocks = tl.cdiv(N, 32)
+    s_at = scales + group * blocks * (K // 32) + split * depth // 32
+    acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+    for _ in range(0, depth, BLOCK_K):
+        weight = tl.load(w_at)
+        if FP8:
+            factors = _factors(s_at, first // 32, blocks, K // 32, BLOCK_N, BLOCK_K)
+            weight = _dequantize(weight, factors)
+        rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
+        acc = _dot(weight, tl.trans(rows), acc)
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+        s_at += BLOCK_K // 32
+    row = (split * R + r).to(tl.int64) * GROUPS + group
+    mask = (r[None, :] < R) & (n[:, None] < N)
+    _store(out + row[None, :] * N + n[:, None], acc, mask, ROUND)
+
+
+@triton.jit(do_not_specialize=["R"])
+def many_rows(
+    x,  # bf16 [R, G, K]
+    w,  # bf16 [G, N, K]
+    out,  # [R, G, N]
+    R,
+    N,
+    K,
+    stride_x,
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):
+    """Rows on the left, the splits of K one after the other: bound by the tensor cores.
+
+    Grid: (tiles of R * tiles of N, G). BAND tiles of rows share their weights in the L2.
+    """
+    group = tl.program_id(1)
+    num_n = tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (BAND * num_n)
+    in_band = tl.program_id(0) % (BAND * num_n)
+    height = tl.minimum(tl.cdiv(R, BLOCK_R) - band * BAND, BAND)
+    r = (band * BAND + in_band % height) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n = in_band // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    depth = K // SPLITS // 32 * 32
+    x_at = x + group * K + tl.minimum(r, R - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_row = group.to(tl.int64) * N + tl.minimum(n, N - 1)
+    w_at = w + w_row[:, None] * K + k[None, :]
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for _split in range(SPLITS):
+        part = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for _ in range(0, depth, BLOCK_K):
+            part = _dot(tl.load(x_at), tl.trans(tl.load(w_at)), part)
+            x_at += BLOCK_K
+            w_at += BLOCK_K
+        acc = part if SPLITS == 1 else acc + part
+    at = out + (r.to(tl.int64) * GROUPS + group)[:, None] * N + n[None, :]
+    _store(at, acc, (r[:, None] < R) & (n[None, :] < N), ROUND)
+
+
+@triton.jit(do_not_specialize=["R"])
+def float_rows(
+    x,  # bf16 or float32 [R, K]
+    w,  # float32 [N, K]
+    out,  # [S, R, N]
+    R,
+    N,
+    K,
+    stride_x,
+    SPLITS: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Float32 weights as the sum of three bf16: 24 bits, so that every product is exact.
+
+    Grid: (tiles of R, tiles of N, S).
+    """
+    split = tl.program_id(2)
+    depth = K // SPLITS // 32 * 32
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = split * depth + tl.arange(0, BLOCK_K)
+    x_at = x + r.to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_at = w + tl.minimum(n, N - 1)[:, None] * K + k[None, :]
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for _ in range(0, depth, BLOCK_K):
+        rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
+        weight = tl.load(w_at)
+        high = _round(weight)
+        weight -= high.to(tl.float32)
+        middle = _round(weight)
+        weight -= middle.to(tl.float32)
+        acc = _dot(rows, tl.trans(_round(weight)), acc)
+        acc = _dot(rows, tl.trans(middle), acc)
+        acc = _dot(rows, tl.trans(high), acc)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    at = out + (split * R + r).to(tl.int64)[:, None] * N + n[None, :]
+    _store(at, acc, (r[:, None] < R) & (n[None, :] < N), ROUND)
+
+
+@triton.jit(do_not_specialize=["count"])
+def sum_splits(parts, out, count, SPLITS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr):
+    """[S, count] -> [count], the splits added in their order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < count
+    total = tl.load(parts + at, mask=mask, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(parts + split * count.to(tl.int64) + at, mask=mask, other=0.0)
+    _store(out + at, total, mask, ROUND)
+
+
+@triton.jit
+def dequantize(w, scales, out, N, K, BLOCK_K: tl.constexpr):
+    """Codes uint8 [N, K] with their scales -> bf16 [N, K]. Grid: (K / BLOCK_K, tiles of 32 rows)."""
+    block = tl.program_id(1)
+    n = block * 32 + tl.arange(0, 32)
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    at = n.to(tl.int64)[:, None] * K + k[None, :]
+    codes = tl.load(w + at, mask=n[:, None] < N, other=0)
+    s_at = scales + tl.program_id(0) * (BLOCK_K // 32)
+    factors = _factors(s_at, block, tl.num_programs(1), K // 32, 32, BLOCK_K)
+    tl.store(out + at, _dequantize(codes, factors), mask=n[:, None] < N)
+
+
+@triton.jit(do_not_specialize=["R"])
+def q8_rows(x, out, R, K, stride_x, BLOCK_K: tl.constexpr):
+    """Q8 and back (`kernels.reference.quant.q8_roundtrip`), bf16. Grid: (R, ceil(K / BLOCK_K))."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = k < K
+    flat = tl.load(x + row * stride_x + k, mask=mask, other=0.0).to(tl.float32)
+    groups = tl.reshape(flat, (BLOCK_K // 32, 32))
+    amax = tl.max(tl.abs(groups), axis=1)
+    amax = tl.minimum(tl.maximum(amax, 1e-4), 1.7014118346046923e38)
+    bits = (amax * 0.002232142857142857).to(tl.int32, bitcast=True)
+    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)[:, None]
+    # A power of two divides exactly, and so does its inverse multiply.
+    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    y = groups * inverse
+    magnitude = tl.minimum(tl.abs(y), 448.0)
+    # To the nearest multiple of the step at its exponent, ties to even, by the rounding of float32.
+    floor = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = tl.maximum(floor, 0.015625) * 1572864.0
+    code = (magnitude + shift) - shift
+    sign = (y.to(tl.int32, bitcast=True) >> 31) << 31
+    result = ((code * scale).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    tl.store(out + row * K + k, tl.reshape(result, (BLOCK_K,)).to(tl.bfloat16), mask=mask)

@@ -1,0 +1,199 @@
+"""Matrix products on the GPU: right within float32's sums, and a row's bits are the row's alone."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels.matrix import Fp8Matrix, Matrix
+from phalanx.kernels.reference import quant
+from phalanx.kernels.reference.rows import round_bf16
+from phalanx.kernels.triton import linear as ops
+
+BOUND = 2e-6  # of the sum of the products' magnitudes
+TOLERANCE = 2**-8  # and what rounding to bf16 adds, of the value
+
+
+def values(*shape: int, device: torch.device) -> Tensor:
+    """bf16 values of many magnitudes, signs mixed, as float32."""
+    x = torch.randn(shape) * torch.randn(shape).exp2()
+    return round_bf16(x).to(device)
+
+
+def fp8(rows: int, columns: int, device: torch.device) -> Fp8Matrix:
+    spread = torch.randint(-4, 3, (rows, columns)).float().exp2()
+    return Fp8Matrix(*quant.quant_fp8_block(torch.randn(rows, columns) * spread)).to(device)
+
+
+def dense(weight: Matrix) -> Tensor:
+    return weight.dequantize() if isinstance(weight, Fp8Matrix) else weight
+
+
+def check(result: Tensor, x: Tensor, weight: Tensor, *, rounded: bool = False) -> None:
+    x, weight = x.double(), weight.double()
+    exact, size = x @ weight.t(), x.abs() @ weight.abs().t()
+    error = (result.double() - exact).abs()
+    allowed = BOUND * size + (TOLERANCE * exact.abs() if rounded else 0)
+    assert bool((error <= allowed).all()), float((error / size).max())
+
+
+def weights(kind: str, rows: int, columns: int, device: torch.device) -> Matrix:
+    if kind == "fp8":
+        return fp8(rows, columns, device)
+    if kind == "float":
+        return torch.randn(rows, columns, device=device)
+    return values(rows, columns, device=device).bfloat16()
+
+
+KINDS = ("fp8", "bf16", "float")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(96, 64), (24, 32), (40, 160)])
+def test_matmul_rows(device: torch.device, kind: str, shape: tuple[int, int]) -> None:
+    weight = weights(kind, *shape, device)
+    x = values(5, shape[1], device=device)
+    result = ops.matmul_rows(x, weight)
+    check(result, x, dense(weight))
+    assert result.dtype == torch.float32
+    assert torch.equal(ops.matmul_rows(x.bfloat16(), weight), result)
+    assert torch.equal(ops.matmul_rows(x, weight, rounded=True), round_bf16(result))
+    half = ops.matmul_rows(x, weight, out_dtype=torch.bfloat16)
+    assert torch.equal(half, result.bfloat16())
+
+
+def test_q8_roundtrip_is_the_reference(device: torch.device) -> None:
+    x = torch.randn(7, 2080, device=device) * torch.randn(7, 2080, device=device).exp2() ** 4
+    x[1] = 0
+    x[2, ::3] = -0.0
+    x[3] *= 1e-30
+    x[4] *= 1e30
+    x[5] = torch.arange(2080, dtype=torch.int32, device=device).view(torch.float32)  # subnormal
+    x[6] = (torch.arange(2080, device=device) - 1040) / 4  # many ties
+    expected = quant.q8_roundtrip(x.cpu()).bfloat16()
+    assert torch.equal(ops.q8_roundtrip(x).cpu().view(torch.int16), expected.view(torch.int16))
+    strided = torch.randn(3, 96, device=device)[:, 32:]
+    expected = quant.q8_roundtrip(strided.cpu()).bfloat16()
+    assert torch.equal(ops.q8_roundtrip(strided).cpu(), expected)
+
+
+def test_every_code_dequantizes_exactly(device: torch.device) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 1, 32).repeat(1, 32, 6).view(256, -1)
+    codes[(codes & 0x7F) == 0x7F] = 0  # NaN
+    scales = torch.tensor([0, 1, 20, 120, 127, 134], dtype=torch.uint8).repeat(8, 1)
+    weight = Fp8Matrix(codes.view(quant.E4M3), scales)
+    expected = weight.dequantize().bfloat16()
+    kept = expected.abs() >= 2.0**-126  # a GPU keeps the subnormals too
+    result = ops.dequantize(weight.to(device)).cpu()
+    assert torch.equal(result[kept], expected[kept])
+    assert bool((result[~kept].abs() < 2.0**-125).all())
+
+
+def test_linear(device: torch.device) -> None:
+    weight = fp8(70, 96, device)
+    x = values(5, 96, device=device)
+    result = ops.linear(x, weight)
+    check(result, quant.q8_roundtrip(x), weight.dequantize(), rounded=True)
+    assert torch.equal(ops.linear(x, weight, out_dtype=torch.bfloat16).float(), result)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("few", [0, 256])
+def test_grouped_linear(
+    device: torch.device, kind: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_FEW", few)
+    num_rows, groups, rows, depth = 3, 2, 32, 64
+    weight = weights(kind, groups * rows, depth, device)
+    x = values(num_rows, groups, depth, device=device)
+    shaped = weight if isinstance(weight, Fp8Matrix) else weight.view(groups, rows, depth)
+    result = ops.grouped_linear(x, shaped)
+    assert result.shape == (num_rows, groups * rows)
+    for group in range(groups):
+        part = slice(group * rows, (group + 1) * rows)
+        alone = ops.matmul_rows(x[:, group], cut(weight, part), rounded=True)
+        assert torch.equal(result[:, part], alone)
+        check(alone, x[:, group], dense(weight)[part], rounded=True)
+
+
+def cut(weight: Matrix, part: slice) -> Matrix:
+    return weight.rows(part.start, part.stop) if isinstance(weight, Fp8Matrix) else weight[part]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_row_is_alone(
+    device: torch.device, kind: str, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "_splits", lambda *_: splits)
+    monkeypatch.setattr(ops, "_MIN_SIZE", 0)
+    monkeypatch.setattr(ops, "_FEW", 48)  # the smallest sizes on one path, the others on the other
+    same_bits(device, kind, (40, 96), (1, 7, 33, 70))
+
+
+def same_bits(
+    device: torch.device, kind: str, shape: tuple[int, int], sizes: tuple[int, ...]
+) -> None:
+    """Every prefix and reversed suffix gives each row the bits that it has in the whole batch."""
+    weight = weights(kind, *shape, device)
+    x = values(max(sizes), shape[1], device=device).bfloat16()
+    whole = ops.matmul_rows(x, weight)
+    check(whole, x, dense(weight))
+    for size in sizes:
+        assert torch.equal(ops.matmul_rows(x[:size], weight), whole[:size]), size
+        assert torch.equal(ops.matmul_rows(x[-size:].flip(0), weight).flip(0), whole[-size:]), size
+
+
+def test_another_order_of_k_gives_other_bits(device: torch.device) -> None:
+    """The control: the comparison above would see a sum in another order."""
+    weight, x = weights("bf16", 64, 512, device), values(16, 512, device=device)
+    assert isinstance(weight, Tensor)
+    order = torch.arange(512, device=device).view(4, 128).flip(0).flatten()
+    other = ops.matmul_rows(x[:, order], weight[:, order].contiguous())
+    assert not torch.equal(other, ops.matmul_rows(x, weight))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of numpy, for the NaN
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_leaks_between_rows(device: torch.device, kind: str) -> None:
+    weight = weights(kind, 33, 64, device)
+    x = values(4, 64, device=device)
+    clean = ops.matmul_rows(x, weight)
+    x[1], x[2] = float("nan"), float("inf")
+    spoilt = ops.matmul_rows(x, weight)
+    assert torch.equal(spoilt[[0, 3]], clean[[0, 3]])
+    assert not bool(spoilt[1:3].isfinite().any())
+
+
+def test_no_rows(device: torch.device) -> None:
+    weight, x = fp8(33, 64, device), torch.ones(0, 64, device=device)
+    assert ops.linear(x, weight).shape == (0, 33)
+    assert ops.matmul_rows(x[:0], weight).shape == (0, 33)
+
+
+def test_splits_follow_the_weight() -> None:
+    full = {(1792, 5120): 5, (32768, 1280): 1, (5120, 8192): 2, (384, 5120): 20, (128, 512): 1}
+    assert {shape: ops.num_splits(*shape) for shape in full} == full
+    assert ops.num_splits(1024, 4096, groups=8) == 1
+
+
+FULL = (
+    ("fp8", 1792, 5120),
+    ("fp8", 32768, 1280),
+    ("fp8", 5120, 8192),
+    ("fp8", 5120, 2304),
+    ("fp8", 5120, 15360),
+    ("bf16", 384, 5120),
+    ("bf16", 32, 5120),
+    ("bf16", 128, 512),
+    ("bf16", 129280, 5120),
+    ("float", 24, 20480),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("kind", "rows", "depth"), FULL)
+def test_a_row_is_alone_at_full_size(
+    device: torch.device, kind: str, rows: int, depth: int
+) -> None:
+    same_bits(device, kind, (rows, depth), (1, 7, 16, 33, 64, 200, 300))
