@@ -26,6 +26,7 @@ _PROGRAMS: Final = 128  # fill the GPU (132 multiprocessors on an H200)
 _MIN_DEPTH: Final = 256  # columns that are worth a split of their own
 _MIN_FLOAT_DEPTH: Final = 1024
 _MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
+_FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes them bf16
 _FEW: Final = 256  # rows up to which weights are not dequantized ahead
 
 
@@ -103,9 +104,10 @@ def q8_roundtrip(x: Tensor) -> Tensor:
 
 def num_splits(rows: int, depth: int, groups: int = 1) -> int:
     """Parts of K that are summed apart and then added in order. A property of the weight's shape."""
-    if groups * rows * depth < _MIN_SIZE:
-        return 1
-    return _splits(-(-rows // _TILE) * groups, depth, _MIN_DEPTH)
+    default = 1
+    if groups * rows * depth >= _MIN_SIZE:
+        default = _splits(-(-rows // _TILE) * groups, depth, _MIN_DEPTH)
+    return config("splits", f"{groups}x{rows}x{depth}", {"splits": default})["splits"]
 
 
 def few_settings(num_rows: int) -> Config:
@@ -119,6 +121,12 @@ def many_settings() -> Config:
     """Tiles for a product bound by its arithmetic; BAND as in `linear_kernels.many_rows`."""
     tiles = {"BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 8}
     return tiles | {"num_warps": 8, "num_stages": 3}
+
+
+def settings_key(num_rows: int, shape: tuple[int, ...]) -> str:
+    """The name in the table of tiles for a weight [G, N, K] and about so many rows."""
+    size = min(max(16, triton.next_power_of_2(num_rows)), 4096)
+    return "x".join(map(str, shape)) + f" r{size}"
 
 
 def _splits(tiles: int, depth: int, smallest: int) -> int:
@@ -143,9 +151,7 @@ def _settings(
     operation: str, num_rows: int, shape: tuple[int, ...], default: Config, override: Config | None
 ) -> Config:
     """What the table says of a weight's shape at about so many rows, else the default."""
-    size = min(max(16, triton.next_power_of_2(num_rows)), 4096)
-    key = "x".join(map(str, shape)) + f" r{size}"
-    chosen = config(operation, key, default) | (override or {})
+    chosen = config(operation, settings_key(num_rows, shape), default) | (override or {})
     return chosen | {"BLOCK_K": min(chosen["BLOCK_K"], _unit(shape[-1]))}
 
 
@@ -158,6 +164,8 @@ def _product(
     rows = weight.shape[:-1].numel() // groups
     if columns != depth or (isinstance(weight, Fp8Matrix) and groups > 1 and rows % GROUP):
         raise ValueError(f"{list(x.shape)} activations with weights {list(weight.shape)}")
+    if not (weight.codes if isinstance(weight, Fp8Matrix) else weight).is_contiguous():
+        raise ValueError("the weights are not contiguous")
     if x.stride(2) != 1 or (groups > 1 and x.stride(1) != depth):
         x = x.contiguous()
     out = torch.empty((num_rows, groups, rows), dtype=out_dtype, device=x.device)
@@ -178,9 +186,11 @@ def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
     tiles = _settings("few_rows", num_rows, (groups, rows, depth), few_settings(num_rows), settings)
-    splits = num_splits(rows, depth, groups)
+    splits = (settings or {}).get("splits", num_splits(rows, depth, groups))
     fp8 = isinstance(weight, Fp8Matrix)
     codes = weight.codes.view(torch.uint8) if isinstance(weight, Fp8Matrix) else weight
+    if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
+        x = x.to(torch.bfloat16)
     target = _parts(splits, out)
     grid = (
         triton.cdiv(rows, tiles["BLOCK_N"]),
@@ -199,7 +209,7 @@ def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config
         GROUPS=groups,
         SPLITS=splits,
         FP8=fp8,
-        ROUND=rounded and splits == 1,
+        ROUND=int(rounded and splits == 1),
         **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
     )
     _sum(target, out, rounded)
@@ -209,6 +219,7 @@ def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Confi
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
     tiles = _settings("many_rows", num_rows, (groups, rows, depth), many_settings(), settings)
+    splits = (settings or {}).get("splits", num_splits(rows, depth, groups))
     x = x.to(torch.bfloat16)
     grid = (triton.cdiv(num_rows, tiles["BLOCK_R"]) * triton.cdiv(rows, tiles["BLOCK_N"]), groups)
     linear_kernels.many_rows[grid](
@@ -220,8 +231,9 @@ def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Confi
         depth,
         x.stride(0),
         GROUPS=groups,
-        SPLITS=num_splits(rows, depth, groups),
-        ROUND=rounded,
+        SPLITS=splits,
+        ROUND=int(rounded),
+        WHOLE=splits == 1,
         **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K", "BAND"),
     )
 
@@ -243,7 +255,7 @@ def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Conf
         depth,
         x.stride(0),
         SPLITS=splits,
-        ROUND=rounded and splits == 1,
+        ROUND=int(rounded and splits == 1),
         **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
     )
     _sum(target, out, rounded)

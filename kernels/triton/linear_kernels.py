@@ -85,13 +85,12 @@ def _round(x):
 
 
 @triton.jit
-def _store(out, product, mask, ROUND: tl.constexpr):
-    if ROUND:
-        product = _round(product)
+def _store(out, product, mask, ROUND):
+    product = tl.where(ROUND != 0, _round(product).to(tl.float32), product)
     tl.store(out, product.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "GROUPS", "SPLITS", "ROUND"])
 def few_rows(
     x,  # bf16 or float32 [R, G, K]
     w,  # uint8 (codes) or bf16 [G, N, K]
@@ -101,10 +100,10 @@ def few_rows(
     N,
     K,
     stride_x,  # elements from row to row of x
-    GROUPS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    GROUPS,
+    SPLITS,
+    ROUND,  # whether to round to bf16 values
     FP8: tl.constexpr,
-    ROUND: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -142,7 +141,7 @@ def few_rows(
     _store(out + row[None, :] * N + n[:, None], acc, mask, ROUND)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "GROUPS", "SPLITS", "ROUND"])
 def many_rows(
     x,  # bf16 [R, G, K]
     w,  # bf16 [G, N, K]
@@ -151,9 +150,10 @@ def many_rows(
     N,
     K,
     stride_x,
-    GROUPS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROUND: tl.constexpr,
+    GROUPS,
+    SPLITS,
+    ROUND,
+    WHOLE: tl.constexpr,  # whether there is one split alone
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -172,22 +172,23 @@ def many_rows(
     n = in_band // height * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     depth = K // SPLITS // 32 * 32
-    x_at = x + group * K + tl.minimum(r, R - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
-    w_row = group.to(tl.int64) * N + tl.minimum(n, N - 1)
-    w_at = w + w_row[:, None] * K + k[None, :]
+    x_row = x + group * K + tl.minimum(r, R - 1).to(tl.int64) * stride_x
+    w_row = w + (group.to(tl.int64) * N + tl.minimum(n, N - 1)) * K
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for _split in range(SPLITS):
+    for split in range(1 if WHOLE else SPLITS):
         part = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        x_at = x_row[:, None] + (split * depth + k)[None, :]
+        w_at = w_row[:, None] + (split * depth + k)[None, :]
         for _ in range(0, depth, BLOCK_K):
             part = _dot(tl.load(x_at), tl.trans(tl.load(w_at)), part)
             x_at += BLOCK_K
             w_at += BLOCK_K
-        acc = part if SPLITS == 1 else acc + part
+        acc = part if WHOLE else acc + part
     at = out + (r.to(tl.int64) * GROUPS + group)[:, None] * N + n[None, :]
     _store(at, acc, (r[:, None] < R) & (n[None, :] < N), ROUND)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["R", "SPLITS", "ROUND"])
 def float_rows(
     x,  # bf16 or float32 [R, K]
     w,  # float32 [N, K]
@@ -196,8 +197,8 @@ def float_rows(
     N,
     K,
     stride_x,
-    SPLITS: tl.constexpr,
-    ROUND: tl.constexpr,
+    SPLITS,
+    ROUND,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

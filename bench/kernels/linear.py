@@ -1,0 +1,272 @@
+"""The dense products at the model's shapes: few rows against the weights' bytes, many against flops.
+
+The alternative is the faster of cuBLAS on weights dequantized beforehand and `torch._scaled_mm` on
+FP8 weights with scales of one row: neither keeps a row's bits when the batch changes, the second not
+even its numbers. It says what exactness costs.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from phalanx.bench.kernels.harness import Ceilings, Figure, rotating, time_us
+from phalanx.kernels.matrix import Fp8Matrix, Matrix
+from phalanx.kernels.reference.quant import E4M3
+from phalanx.kernels.triton import linear as ops
+from phalanx.kernels.triton.configs import Config
+
+FEW_ROWS: Final = (1, 16, 64)
+MANY_ROWS: Final = 4096
+_FEW_GOAL: Final = 0.6
+_MANY_GOAL: Final = 0.5
+_ROTATED_BYTES: Final = 192 << 20  # of different weights before one comes again
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A weight of the model; `q8` says that its input is quantized on the way."""
+
+    name: str
+    kind: str  # fp8, bf16 or float
+    rows: int
+    depth: int
+    groups: int = 1
+    q8: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.groups * self.rows * self.depth
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.size * {"fp8": 1 + 1 / 1024, "bf16": 2, "float": 4}[self.kind])
+
+    def draw(self) -> Matrix:
+        rows = self.groups * self.rows
+        if self.kind == "float":
+            return torch.randn(rows, self.depth, device="cuda")
+        if self.kind == "bf16":
+            return torch.randn(rows, self.depth, device="cuda", dtype=torch.bfloat16)
+        codes = torch.randint(0, 256, (rows, self.depth), dtype=torch.uint8, device="cuda")
+        codes[(codes & 0x7F) == 0x7F] = 0
+        blocks = (-(-rows // 32), self.depth // 32)
+        scales = torch.randint(116, 122, blocks, dtype=torch.uint8, device="cuda")
+        return Fp8Matrix(codes.view(E4M3), scales)
+
+
+SHAPES: Final = (
+    Shape("q_kv", "fp8", 1792, 5120, q8=True),
+    Shape("wq_b", "fp8", 32768, 1280),
+    Shape("wo_a", "fp8", 1024, 4096, groups=8),
+    Shape("wo_b", "fp8", 5120, 8192, q8=True),
+    Shape("shared_up", "fp8", 4608, 5120, q8=True),
+    Shape("shared_down", "fp8", 5120, 2304, q8=True),
+    Shape("gate", "bf16", 384, 5120),
+    Shape("index wq", "fp8", 4096, 1280),
+    Shape("weights_proj", "bf16", 32, 5120),
+    Shape("compressor", "bf16", 1024, 5120),
+    Shape("wk", "bf16", 128, 512),
+    Shape("engram", "fp8", 25600, 6144, q8=True),
+    Shape("head", "bf16", 129280, 5120),
+    Shape("mix", "float", 24, 20480),
+    Shape("main_proj", "fp8", 5120, 15360, q8=True),
+)
+
+
+class _Case:
+    """A shape's product for so many rows, on several drawn weights in turn."""
+
+    def __init__(self, shape: Shape, num_rows: int) -> None:
+        copies = min(8, max(1, _ROTATED_BYTES // shape.num_bytes)) if num_rows <= 256 else 1
+        self.shape, self.num_rows = shape, num_rows
+        self.weights = [shape.draw() for _ in range(copies)]
+        # The engine's activations: float32 where Q8 comes first, else what a kernel before left.
+        dtype = torch.float32 if shape.q8 else torch.bfloat16
+        self.x = torch.randn(num_rows, shape.groups, shape.depth, device="cuda").to(dtype)
+
+    def run(self, weight: Matrix, settings: Config | None = None) -> Tensor:
+        if self.shape.q8:
+            assert isinstance(weight, Fp8Matrix)
+            return ops.linear(self.x[:, 0], weight, settings=settings)
+        if self.shape.groups > 1:
+            return ops.grouped_linear(self.x, weight, settings=settings)
+        return ops.matmul_rows(self.x[:, 0], weight, settings=settings)
+
+    def us(self, settings: Config | None = None) -> float:
+        return self._time([partial(self.run, w, settings) for w in self.weights])
+
+    def _time(self, runs: list[Callable[[], object]]) -> float:
+        return time_us(rotating(runs)) / len(runs)
+
+    @property
+    def num_bytes(self) -> int:
+        outputs = 4 * self.num_rows * self.shape.groups * self.shape.rows
+        return self.shape.num_bytes + self.x.numel() * self.x.element_size() + outputs
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.num_rows * self.shape.size
+
+    def alternatives(self) -> Iterator[tuple[str, float]]:
+        shape = self.shape
+        x = self.x.bfloat16().transpose(0, 1)
+        if shape.kind == "float":
+            x = x.float()
+        right = [_dense(w, shape).transpose(1, 2) for w in self.weights]
+        kind = "float32" if shape.kind == "float" else "bf16"
+        yield f"cuBLAS {kind}", self._time([partial(torch.bmm, x, w) for w in right])
+        if shape.kind == "fp8" and shape.groups == 1:
+            codes, ones = x[0].to(E4M3), torch.ones((), device="cuda")
+            right = [w.codes.t() for w in self.weights if isinstance(w, Fp8Matrix)]
+
+            def scaled(w: Tensor) -> Tensor:
+                return torch._scaled_mm(codes, w, ones, ones, out_dtype=torch.bfloat16)
+
+            yield "_scaled_mm", self._time([partial(scaled, w) for w in right])
+
+
+def _dense(weight: Matrix, shape: Shape) -> Tensor:
+    """[G, N, K]: bf16, or float32 where the weight is."""
+    dense = ops.dequantize(weight) if isinstance(weight, Fp8Matrix) else weight
+    return dense.view(shape.groups, shape.rows, shape.depth)
+
+
+def _figure(limits: Ceilings, case: _Case) -> Figure:
+    shape, few = case.shape, case.num_rows != MANY_ROWS
+    name, us = min(case.alternatives(), key=lambda one: one[1])
+    label = f"{shape.rows} x {shape.depth} {shape.kind}"
+    return Figure(
+        op=f"linear {shape.name}",
+        shape=f"{case.num_rows} rows, "
+        + (f"{shape.groups} x {label}" if shape.groups > 1 else label),
+        us=case.us(),
+        floor_us=limits.floor_us(case.num_bytes, case.flops),
+        goal=_FEW_GOAL if few else _MANY_GOAL,
+        alternative=name,
+        alternative_us=us,
+    )
+
+
+def figures(limits: Ceilings) -> list[Figure]:
+    """About 6 GB and 15 s, mostly compilation."""
+    torch.manual_seed(0)
+    rows = [_figure(limits, _Case(shape, few)) for shape in SHAPES for few in FEW_ROWS]
+    prefill = (shape for shape in SHAPES if shape.name != "head")  # which sees a few rows alone
+    rows += [_figure(limits, _Case(shape, MANY_ROWS)) for shape in prefill]
+    return rows + list(_sweep(limits))
+
+
+def _sweep(limits: Ceilings) -> Iterator[Figure]:
+    """Tiles and splits at a few shapes, to choose the defaults by."""
+    by_name = {shape.name: shape for shape in SHAPES}
+    few = [
+        (f"{n}x{k} w{w} s{s}", {"BLOCK_N": n, "BLOCK_K": k, "num_warps": w, "num_stages": s})
+        for n, k, w, s in (
+            (64, 128, 4, 3),
+            (64, 128, 4, 6),
+            (128, 128, 4, 3),
+            (128, 128, 8, 3),
+            (64, 64, 4, 5),
+        )
+    ]
+    few_splits = {
+        "wo_b": (1, 2, 4, 8),
+        "q_kv": (2, 5, 10, 20),
+        "shared_up": (2, 4, 8),
+        "wq_b": (1, 2),
+        "wo_a": (1, 2, 4),
+        "compressor": (4, 8, 20),
+    }
+    for name, splits in few_splits.items():
+        for num_rows in (16, 64):
+            case = _Case(by_name[name], num_rows)
+            for label, tiles in few:
+                for count in splits:
+                    yield from _tried(
+                        limits,
+                        case,
+                        f"few {label} / {count}",
+                        {**tiles, "splits": count, "many": 0},
+                    )
+    many = [
+        (f"{r}x{n} w{w} s{s}", {"BLOCK_R": r, "BLOCK_N": n, "num_warps": w, "num_stages": s})
+        for r, n, w, s in (
+            (128, 128, 8, 3),
+            (128, 128, 8, 4),
+            (128, 128, 4, 4),
+            (128, 256, 8, 3),
+            (128, 256, 8, 4),
+        )
+    ]
+    for name, splits in {"wo_b": (1, 2, 4), "q_kv": (1, 5, 10), "gate": (1, 20)}.items():
+        case = _Case(by_name[name], MANY_ROWS)
+        for label, tiles in many:
+            for count in splits:
+                yield from _tried(
+                    limits, case, f"many {label} / {count}", {**tiles, "splits": count, "many": 1}
+                )
+    for name in ("wo_b", "q_kv", "wq_b"):
+        for num_rows in (96, 192, 384, 768):
+            case = _Case(by_name[name], num_rows)
+            for way in (0, 1):
+                yield from _tried(limits, case, ("few", "many")[way], {"many": way})
+
+
+def _tried(limits: Ceilings, case: _Case, label: str, settings: Config) -> Iterator[Figure]:
+    try:
+        us = case.us(settings)
+    except OutOfResources:
+        return
+    yield Figure(
+        f"sweep {case.shape.name} r{case.num_rows}",
+        label,
+        us,
+        limits.floor_us(case.num_bytes, case.flops),
+    )
+
+
+_FEW_CANDIDATES: Final[tuple[Config, ...]] = (
+    {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 5},
+    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
+)
+_MANY_CANDIDATES: Final[tuple[Config, ...]] = (
+    {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_R": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_R": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4},
+)
+
+
+def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
+    """The fastest tiles for every shape; nothing that changes a bit is tried. About 60 s."""
+    table: dict[str, dict[str, Config]] = {"few_rows": {}, "many_rows": {}}
+    for shape in SHAPES:
+        if shape.kind == "float":
+            continue
+        for operation, num_rows, candidates in (
+            ("few_rows", 16, _FEW_CANDIDATES),
+            ("few_rows", 64, _FEW_CANDIDATES),
+            ("many_rows", MANY_ROWS, _MANY_CANDIDATES),
+        ):
+            if shape.name == "head" and num_rows == MANY_ROWS:
+                continue
+            key = ops.settings_key(num_rows, (shape.groups, shape.rows, shape.depth))
+            table[operation][key] = _fastest(_Case(shape, num_rows), candidates)
+    return table
+
+
+def _fastest(case: _Case, candidates: tuple[Config, ...]) -> Config:
+    times: list[tuple[float, int]] = []
+    for index, settings in enumerate(candidates):
+        try:
+            times.append((case.us(settings), index))
+        except OutOfResources:
+            continue
+    return candidates[min(times)[1]]
