@@ -62,3 +62,18 @@ class Fp8Matrix:
 
 
 Matrix = Tensor | Fp8Matrix  # a Tensor: bf16 or float32 [N, K]
+
+
+def matrix_rows(matrix: Matrix, start: int) -> Matrix:
+    """The rows from `start` on, a multiple of 32 where the matrix is quantized."""
+    if isinstance(matrix, Fp8Matrix):
+        return matrix.rows(start, matrix.shape[0])
+    return matrix[start:]
+
+
+def join_rows(*matrices: Matrix) -> Matrix:
+    """The rows of all, one matrix below the other; all are of one kind."""
+    first = matrices[0]
+    if isinstance(first, Fp8Matrix):
+        return Fp8Matrix.cat([m for m in matrices if isinstance(m, Fp8Matrix)])
+    return torch.cat([m for m in matrices if isinstance(m, Tensor)])

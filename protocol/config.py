@@ -43,6 +43,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes: int = 0  # for KV blocks and state slots of one rank; 0: a share of what is free
     host_weights: bool = True  # keep the checkpoint in /dev/shm, for workers that start again
     threads: int = 1  # torch threads; part of the numerics fingerprint
+    # On a GPU, `reference` runs torch operations in place of our kernels: to compare, and slow.
+    kernels: Literal["auto", "reference"] = "auto"
     # Other than `off`, a prompt's early tokens skip the later layers: less work, other tokens.
     yoco_truncation: Literal["off", "mask", "compact"] = "off"  # `mask` is for comparison
     yoco_keep_tokens: int = 140  # last tokens of each prompt that do not; at least window + 6
@@ -91,7 +93,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = "random-tiny"  # as the user named it; clients may name it or leave it out
     model_dir: str = ""  # the checkpoint directory it resolved to
     ranks: int = 1
-    device: Literal["cpu", "null"] = "cpu"  # null: no model, the control plane alone
+    device: Literal["cpu", "cuda", "null"] = "cpu"  # null: no model, the control plane alone
     tokenizers: int = 2
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     fault_injection: bool = False
@@ -105,7 +107,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def exact(self) -> bool:
         """A stream can be made again, after any fault, with the same tokens. Else it is logged."""
-        return self.worker.yoco_truncation == "off"
+        kernels = self.device != "cuda" or self.worker.kernels == "auto"
+        return self.worker.yoco_truncation == "off" and kernels
 
     @property
     def run_path(self) -> Path:

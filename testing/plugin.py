@@ -29,9 +29,10 @@ def start_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
     for node in started:
         down = [*PHALANX, "down", "--run-dir", str(node.run_dir), "--timeout", "1"]
         subprocess.run(down, capture_output=True, check=False, timeout=60)
-        if request.session.testsfailed:
+        log = node.run_dir / "logs" / "supervisor.log"
+        if request.session.testsfailed and log.exists():
             print(f"--- supervisor of {node.run_dir}")
-            print((node.run_dir / "logs" / "supervisor.log").read_text()[-8000:])
+            print(log.read_text()[-8000:])
         shutil.rmtree(node.run_dir, ignore_errors=True)
         assert node.names() == []
 

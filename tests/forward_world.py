@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from phalanx.worker_svc.model.truncation import OFF, Truncation
 from phalanx.worker_svc.model.writer import write_checkpoint
 
 TINY = Path(__file__).parent / "golden" / "tiny-a"
+# The same tests run on a GPU: PHALANX_TEST_DEVICE=cuda.
+DEVICE = torch.device(os.environ.get("PHALANX_TEST_DEVICE", "cpu"))
 
 # Changes to tiny-a's text_config. Together they have odd and even counts of everything that is
 # summed over, windows and choices shorter and longer than a tile, and a clamp that bites.
@@ -75,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def weights_of(shape: str) -> Weights:
     """The weights of a shape: tiny-a's own, or random ones made for the run."""
     if not SHAPES[shape]:
-        return load_checkpoint(TINY)
+        return load_checkpoint(TINY, device=DEVICE)
     config = json.loads((TINY / "config.json").read_text())
     text = config["text_config"] | SHAPES[shape]
     columns = (text["engram_max_ngram_size"] - 1) * text["engram_n_heads"]
@@ -93,7 +96,7 @@ def weights_of(shape: str) -> Weights:
         lambda name: torch.from_numpy(random_weights(name)),
         TINY / "tokenizer.json",
     )
-    return load_checkpoint(directory)
+    return load_checkpoint(directory, device=DEVICE)
 
 
 class World:
@@ -114,7 +117,7 @@ class World:
         self.random = random.Random(seed)
         per_slot = -(-max_len // BLOCK_TOKENS)
         num_blocks = 1 + num_slots * per_slot
-        self.pools = CachePools(CacheLayout(weights.config), num_blocks, num_slots)
+        self.pools = CachePools(CacheLayout(weights.config), num_blocks, num_slots, device=DEVICE)
         # Whatever a fresh slot or block holds must not matter; the null block is all zeros.
         generator = torch.Generator().manual_seed(seed)
         for pool in (self.pools.blocks[1:], self.pools.slots):

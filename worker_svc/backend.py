@@ -5,6 +5,7 @@ import json
 import msgspec
 import torch
 
+from phalanx.kernels import registry
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.placement import (
@@ -16,6 +17,7 @@ from phalanx.protocol.placement import (
 )
 from phalanx.protocol.service import Service
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.worker_svc.devices import rank_device
 from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.exchange import Exchange, Shape
 from phalanx.worker_svc.experts import GroupExperts
@@ -39,11 +41,14 @@ class ModelBackend:
         config = service.config
         torch.set_num_threads(config.worker.threads)
         torch.set_grad_enabled(False)
+        device = rank_device(config, service.seat)
+        registry.prefer(config.worker.kernels)
         self._service, self._seat = service, service.seat
         worker = config.worker
         self._truncation = Truncation(worker.yoco_truncation, worker.yoco_keep_tokens)
         service.progress("check numerics")
-        check_invariance()
+        if config.exact or device.type == "cpu":
+            check_invariance(device)
         service.progress("hash weights")
         self._host = HostWeights.find(config.node, config.model_path)
         self._weights_hash = self._host.weights if self._host else weights_hash(config.model_path)
@@ -53,9 +58,10 @@ class ModelBackend:
             config.device,
             config.worker.threads,
             self._truncation,
+            registry.label() if device.type == "cuda" else "",
         )
         try:
-            self._weights = self._load()
+            self._weights = self._load(device)
         except (ModelConfigError, CheckpointError) as error:
             raise ConfigError(str(error)) from error
         self._experts = GroupExperts(self._weights, self._seat, self._alive)
@@ -77,7 +83,7 @@ class ModelBackend:
         for name, value in self._engine.sizes.lines():
             service.log.info("memory plan", item=name, size=value)
 
-    def _load(self) -> Weights:
+    def _load(self, device: torch.device) -> Weights:
         """Load what the seat holds in the placement that runs, else in that of a full node.
 
         GO names the placement that counts; whatever differs is loaded then.
@@ -105,6 +111,7 @@ class ModelBackend:
             backbone + drafts,
             held=self._host.shards if self._host else None,
             progress=lambda done, total: service.progress("load weights", done / max(total, 1)),
+            device=device,
         )
 
     def _alive(self) -> None:
@@ -174,8 +181,8 @@ class ModelBackend:
 
     def take_counts(self) -> tuple[int, int, bytes] | None:
         counts = self._engine.expert_counts
-        encoded = counts.tobytes()
-        counts[:] = 0
+        encoded = counts.cpu().numpy().tobytes()
+        counts.zero_()
         return counts.shape[0], counts.shape[1], encoded
 
     def close(self) -> None:

@@ -5,25 +5,26 @@ import time
 import numpy as np
 import torch
 
+from phalanx.kernels.ops import sample
 from phalanx.kernels.reference.logprobs import TokenLogprobs as RowLogprobs
-from phalanx.kernels.reference.sample import SampleResult, sample
+from phalanx.kernels.reference.sample import SampleResult
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.forced import force_tokens
-from phalanx.worker_svc.model.caches import CacheLayout, CachePools
+from phalanx.worker_svc.model.batch import StepBatch
+from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CPU, CacheLayout, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.model import Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts
+from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.truncation import Truncation
-from phalanx.worker_svc.pools import pool_sizes
+from phalanx.worker_svc.pools import NUM_SNAPSHOTS, pool_sizes
 from phalanx.worker_svc.scoring import score_rows
 from phalanx.worker_svc.sequences import Sequences
 from phalanx.worker_svc.slots import Int, PlanRows, ints
-
-NUM_SNAPSHOTS = 8  # window states that may wait for the KV store at a time
 
 
 class Engine:
@@ -43,10 +44,12 @@ class Engine:
         fingerprint: str,
     ) -> None:
         self.layout = CacheLayout(weights.config)
-        self.sizes = sizes = pool_sizes(self.layout, config)
+        self._device = weights.device
+        self.sizes = sizes = pool_sizes(self.layout, config, weights.device)
+        # On a GPU the arena is a copy, of the blocks that are full: what the KV store reads.
         self._blocks = Arena.create(
             arena_name(config.node, f"kv{seat}", incarnation),
-            sizes.num_blocks * sizes.block_bytes,
+            (sizes.num_blocks if sizes.stored else 1) * sizes.block_bytes,
             f"worker-{seat}",
         )
         self._snapshots = Arena.create(
@@ -54,12 +57,23 @@ class Engine:
             NUM_SNAPSHOTS * sizes.slot_bytes,
             f"worker-{seat}",
         )
-        self.pools = CachePools(self.layout, sizes.num_blocks, sizes.num_slots, self._blocks.data)
+        on_cpu = self._device.type == "cpu"
+        self.pools = CachePools(
+            self.layout,
+            sizes.num_blocks,
+            sizes.num_slots,
+            self._blocks.data if on_cpu else None,
+            device=self._device,
+        )
+        self._copy: torch.Tensor | None = None
+        if sizes.stored and not on_cpu:
+            whole = torch.frombuffer(self._blocks.data, dtype=torch.uint8)
+            self._copy = whole[: self.pools.blocks.numel()].view(self.pools.blocks.shape)
         truncation = Truncation(config.worker.yoco_truncation, config.worker.yoco_keep_tokens)
         self.model = Model(weights, self.pools, experts, truncation=truncation)
         # Rows by logical expert since the last report, int64 [layers, experts].
         shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
-        self.expert_counts = np.zeros(shape, np.int64)
+        self.expert_counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._incarnation, self._fingerprint, self._eos = incarnation, fingerprint, eos_token_id
         self._staging: Arena | None = None  # the scheduler's, once something was restored
         self.reset()
@@ -83,7 +97,7 @@ class Engine:
             slot_bytes=self.sizes.slot_bytes,
             block_arena=self._blocks.name,
             snapshot_arena=self._snapshots.name,
-            num_snapshots=NUM_SNAPSHOTS,
+            num_snapshots=NUM_SNAPSHOTS if self.sizes.stored else 0,
             max_drafts=config.dspark_block_size,
             fingerprint=self._fingerprint,
         )
@@ -101,12 +115,15 @@ class Engine:
             self._let_go_of_staging()
             self._staging = staging
         data, sizes = self._staging.data, self.sizes
-        blocks, slots = self.pools.blocks.numpy(), self.pools.slots.numpy()
+        blocks, slots = self.pools.blocks, self.pools.slots
+        staged = torch.frombuffer(data, dtype=torch.uint8)
         for restore in plan.restores:
-            slots[restore.slot] = np.frombuffer(data, np.uint8, sizes.slot_bytes, restore.state)
+            slots[restore.slot] = staged[restore.state : restore.state + sizes.slot_bytes]
             places = np.frombuffer(restore.places, np.int64)
-            for block, place in zip(ints(restore.blocks), places, strict=True):
-                blocks[block] = np.frombuffer(data, np.uint8, sizes.block_bytes, place)
+            for block, place in zip(ints(restore.blocks).tolist(), places.tolist(), strict=True):
+                blocks[block] = staged[place : place + sizes.block_bytes]
+                if self._copy is not None:  # a later put of the sequence hands out this block too
+                    self._copy[block] = staged[place : place + sizes.block_bytes]
 
     def _let_go_of_staging(self) -> None:
         if self._staging is not None:
@@ -139,9 +156,10 @@ class Engine:
         # From here on the step counts, whatever happens to the epoch.
         outcome = self._sequences.slots.settle(rows, sampled.tokens.numpy(), sampled.status.numpy())
         pending.commit(outcome.accepted.tolist())
+        self._copy_full_blocks(batch, outcome.accepted)
         for slot, region in plan.snapshots:
             at = region * self.sizes.slot_bytes
-            record = self.pools.slots[slot].numpy()
+            record = self.pools.slots[slot].cpu().numpy()
             self._snapshots.data[at : at + self.sizes.slot_bytes] = record.data.cast("B")
         self._count_picks(pending)
         return StepResult(
@@ -155,18 +173,32 @@ class Engine:
             prompt_logprobs=scored,
         )
 
+    def _copy_full_blocks(self, batch: StepBatch, accepted: Int) -> None:
+        """Copy the blocks that this step filled to where the KV store reads them."""
+        if self._copy is None:
+            return
+        first = batch.starts // BLOCK_TOKENS
+        end = (batch.starts + accepted) // BLOCK_TOKENS
+        full = [batch.block_table[i, first[i] : end[i]] for i in np.flatnonzero(end > first)]
+        if full:
+            blocks = torch.from_numpy(np.concatenate(full))
+            self._copy[blocks] = self.pools.blocks[blocks.to(self._device)].cpu()
+
     def _count_picks(self, pending: PendingStep) -> None:
         for layer, picks in pending.expert_picks.items():
-            counts = picks.flatten().bincount(minlength=self.expert_counts.shape[1])
-            self.expert_counts[layer] += counts.numpy()
+            flat = picks.flatten()
+            self.expert_counts[layer].scatter_add_(0, flat, torch.ones_like(flat))
 
     def _sample(self, pending: PendingStep, rows: PlanRows) -> SampleResult:
         settings = self._sequences.sampling_rows(rows.slots[rows.sample_seqs], rows.positions)
+        if self._device != CPU:
+            settings = moved(settings, self._device)
         sampled = sample(pending.logits, settings)
         forced = torch.from_numpy(self._sequences.slots.forced(rows))
-        if not bool((forced >= 0).any()):
-            return sampled
-        return force_tokens(sampled, pending.logits, forced, settings.num_top_logprobs)
+        if bool((forced >= 0).any()):
+            forced = forced.to(self._device)
+            sampled = force_tokens(sampled, pending.logits, forced, settings.num_top_logprobs)
+        return sampled if self._device == CPU else moved(sampled, CPU)
 
     def _score(self, pending: PendingStep, rows: PlanRows) -> tuple[bytes, ...]:
         """Of each sequence that wants the logprobs of prompt tokens which its rows precede."""

@@ -23,21 +23,26 @@ class CopyTable:
     seats: Tensor  # int64 [experts, most copies]
     slots: Tensor  # int64 [experts, most copies], slot at that seat
     counts: Tensor  # int64 [experts]
+    single: bool  # every expert has one copy
 
     @classmethod
-    def of(cls, placement: Placement, layer: int) -> "CopyTable":
+    def of(cls, placement: Placement, layer: int, device: torch.device) -> "CopyTable":
         held = copies(placement, layer)
         shape = (len(held), max(map(len, held)))
         seats, slots = torch.zeros(2, *shape, dtype=torch.int64)
         for expert, places in enumerate(held):
             for column, (seat, slot) in enumerate(places):
                 seats[expert, column], slots[expert, column] = seat, slot
-        return cls(seats, slots, torch.tensor([len(places) for places in held]))
+        counts = torch.tensor([len(places) for places in held])
+        return cls(seats.to(device), slots.to(device), counts.to(device), shape[1] == 1)
 
     def choose(self, topk_idx: Tensor, copy_keys: Tensor) -> tuple[Tensor, Tensor]:
         """(seat, slot) of each pick, int64 [R, k] both."""
-        counts = self.counts[topk_idx]
+        if self.single:  # nothing to choose, and no need to know the picks on the host
+            return self.seats[topk_idx, 0], self.slots[topk_idx, 0]
+        counts = self.counts[topk_idx].cpu()
         column = torch.from_numpy(choose_copy(copy_keys[:, None].numpy(), counts.numpy()))
+        column = column.to(topk_idx.device)
         return self.seats[topk_idx, column], self.slots[topk_idx, column]
 
 
@@ -63,7 +68,8 @@ class GroupExperts:
     def enter_epoch(self, placement: Placement, exchange: Exchange) -> None:
         self._exchange = exchange
         layers = range(self._weights.config.num_hidden_layers)
-        self._tables = [CopyTable.of(placement, layer) for layer in layers]
+        device = self._weights.device
+        self._tables = [CopyTable.of(placement, layer, device) for layer in layers]
 
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
@@ -71,9 +77,19 @@ class GroupExperts:
         """Store every pair at the rank that shall compute it (see `Experts.dispatch`)."""
         self._on_layer()
         num_rows, num_topk = topk_idx.shape
+        device = self._weights.device  # a visit without rows comes from the CPU
+        x, topk_idx, topk_weights = x.to(device), topk_idx.to(device), topk_weights.to(device)
         seats, slots = self._tables[layer].choose(topk_idx, copy_keys)
         flat_seats, flat_slots, weights = seats.flatten(), slots.flatten(), topk_weights.flatten()
         self._exchange.begin()
+        if not self._exchange.peers:
+            return Sent(
+                layer,
+                num_rows,
+                num_topk,
+                {},
+                (flat_slots, x.repeat_interleave(num_topk, dim=0), weights),
+            )
         pairs = {
             seat: (flat_seats == seat).nonzero()[:, 0]
             for seat in (*self._exchange.peers, self._seat)
@@ -81,7 +97,10 @@ class GroupExperts:
         for peer in self._exchange.peers:
             chosen = pairs[peer]
             self._exchange.send(
-                peer, flat_slots[chosen].int(), weights[chosen], x[chosen // num_topk]
+                peer,
+                flat_slots[chosen].int().cpu(),
+                weights[chosen].cpu(),
+                x[chosen // num_topk].cpu(),
             )
         here = pairs[self._seat]
         local = (flat_slots[here], x[here // num_topk], weights[here])
@@ -91,19 +110,24 @@ class GroupExperts:
         """Compute what arrived together with what stayed, send results back, gather ours."""
         received = self._exchange.received()
         slots, rows, weights = handle.local
+        device = self._weights.device
         computed = self._compute(
             handle.layer,
-            [slots, *(peer_slots.long() for _, peer_slots, _, _ in received)],
-            [rows, *(peer_rows for _, _, _, peer_rows in received)],
-            [weights, *(peer_weights for _, _, peer_weights, _ in received)],
+            [slots, *(peer_slots.long().to(device) for _, peer_slots, _, _ in received)],
+            [rows, *(peer_rows.to(device) for _, _, _, peer_rows in received)],
+            [weights, *(peer_weights.to(device) for _, _, peer_weights, _ in received)],
         )
-        for (peer, *_), results in zip(received, computed[1:], strict=True):
-            self._exchange.reply(peer, results)
         hidden = self._weights.config.hidden_size
-        out = torch.empty(handle.num_rows * handle.num_topk, hidden, dtype=torch.bfloat16)
+        if not self._exchange.peers:
+            return computed[0].view(handle.num_rows, handle.num_topk, hidden)
+        for (peer, *_), results in zip(received, computed[1:], strict=True):
+            self._exchange.reply(peer, results.cpu())
+        out = torch.empty(
+            handle.num_rows * handle.num_topk, hidden, dtype=torch.bfloat16, device=device
+        )
         out[handle.pairs[self._seat]] = computed[0]
         for peer, results in self._exchange.results().items():
-            out[handle.pairs[peer]] = results
+            out[handle.pairs[peer]] = results.to(device)
         return out.view(handle.num_rows, handle.num_topk, hidden)
 
     def serve(self) -> None:

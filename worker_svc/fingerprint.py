@@ -14,10 +14,10 @@ from phalanx.worker_svc.model.truncation import OFF, Truncation
 
 
 def numerics_fingerprint(
-    weights: str, device: str, threads: int, truncation: Truncation = OFF
+    weights: str, device: str, threads: int, truncation: Truncation = OFF, kernels: str = ""
 ) -> str:
     """Hash of weights (`weights_hash`), engine and library versions, device, instruction set, threads,
-    truncation."""
+    truncation; and `kernels`, on a GPU what runs there (`kernels.registry.label`)."""
     facts = {
         "weights": weights,
         "engine": version("phalanx-serve"),
@@ -28,4 +28,6 @@ def numerics_fingerprint(
         "numerics": "exact",
         "truncation": truncation.label,
     }
+    if kernels:
+        facts["kernels"] = kernels
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -2,14 +2,73 @@
 
 import shutil
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 from phalanx.protocol.arena import SHM
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ConfigError
+from phalanx.worker_svc.model.caches import CPU
+from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layout import BLOCK_TOKENS, CacheLayout
 from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
 
+NUM_SNAPSHOTS: Final = 8  # window states that may wait for the KV store at a time
+_MARGIN = 1.25
+_SCORES_AT_MOST = 8 << 30  # longer contexts with so many rows at a time are not expected
+_SHM_SHARE = 0.8  # of what is free there may hold the copies of a GPU's blocks
 _FREE_SHARE = 4  # all ranks together take at most a quarter of the free memory
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """A GPU's memory once the weights are there, in bytes."""
+
+    name: str
+    total: int
+    weights: int  # and whatever else this process holds already
+    others: int  # held by other processes, and by the driver
+    workspace: int  # for the activations of the largest step
+
+    @property
+    def room(self) -> int:
+        """What caches may take."""
+        return self.total - self.weights - self.others - self.workspace
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: NodeConfig, device: torch.device) -> "GpuPlan":
+        torch.cuda.empty_cache()  # what loading left behind
+        free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device)
+        workspace = workspace_bytes(model, config)
+        name = torch.cuda.get_device_name(device)
+        return cls(name, total, held, total - free - held, workspace)
+
+    def lines(self) -> list[tuple[str, str]]:
+        return [
+            ("GPU", f"{self.name}, {shown_bytes(self.total)}"),
+            ("weights", shown_bytes(self.weights)),
+            ("driver and other processes", shown_bytes(self.others)),
+            ("workspace of a step", shown_bytes(self.workspace)),
+        ]
+
+
+def workspace_bytes(model: ModelConfig, config: NodeConfig) -> int:
+    """Activations of the largest step on a GPU: the widest tensors that live at a time, with a margin.
+
+    The stream and its successor, the expert pairs with their results, logits of every sequence with
+    its drafts, and the index scores of all rows over the longest context.
+    """
+    rows = config.scheduler.max_num_batched_tokens
+    stream = 4 * 4 * rows * model.hc_mult * model.hidden_size
+    queries = 2 * 4 * rows * model.num_attention_heads * model.head_dim
+    pairs = rows * model.num_experts_per_tok
+    experts = pairs * (8 * model.hidden_size + 12 * model.moe_intermediate_size)
+    sampled = config.scheduler.max_num_seqs * (model.dspark_block_size + 1)
+    logits = 3 * 4 * sampled * model.vocab_size
+    scores = 3 * 4 * rows * model.max_positions
+    return int(_MARGIN * (stream + queries + experts + logits + min(scores, _SCORES_AT_MOST)))
 
 
 @dataclass(frozen=True)
@@ -21,21 +80,33 @@ class PoolSizes:
     block_bytes: int
     slot_bytes: int
     budget_bytes: int
+    stored: bool = True  # whether full blocks lie where the KV store can read them
+    gpu: GpuPlan | None = None
 
     def lines(self) -> list[tuple[str, str]]:
         """The memory plan for people."""
         tokens = (self.num_blocks - 1) * BLOCK_TOKENS
         return [
-            ("budget", shown_bytes(self.budget_bytes)),
+            *(self.gpu.lines() if self.gpu else ()),
+            ("budget of caches", shown_bytes(self.budget_bytes)),
             (
                 "KV blocks",
                 f"{self.num_blocks - 1} x {shown_bytes(self.block_bytes)}: {tokens} tokens",
             ),
             ("state slots", f"{self.num_slots} x {shown_bytes(self.slot_bytes)}"),
+            ("copies for the KV store", self._copies()),
         ]
 
+    def _copies(self) -> str:
+        if not self.stored:
+            return "none: /dev/shm has no room for the blocks, or the store is off"
+        if self.gpu is None:
+            return "none needed"
+        copies = self.num_blocks * self.block_bytes + NUM_SNAPSHOTS * self.slot_bytes
+        return f"{shown_bytes(copies)} of /dev/shm, blocks and {NUM_SNAPSHOTS} window states"
 
-def pool_sizes(layout: CacheLayout, config: NodeConfig) -> PoolSizes:
+
+def pool_sizes(layout: CacheLayout, config: NodeConfig, device: torch.device = CPU) -> PoolSizes:
     """Split the rank's budget into state slots (one a running sequence) and blocks.
 
     The budget is worker.kv_bytes, or this rank's share of what is free in memory and in /dev/shm; never
@@ -45,7 +116,8 @@ def pool_sizes(layout: CacheLayout, config: NodeConfig) -> PoolSizes:
     """
     num_slots = config.scheduler.max_num_seqs
     longest = -(-layout.config.max_positions // BLOCK_TOKENS)
-    budget = config.worker.kv_bytes or free_share(config.ranks)
+    gpu = None if device.type == "cpu" else GpuPlan.of(layout.config, config, device)
+    budget = config.worker.kv_bytes or (gpu.room if gpu else free_share(config.ranks))
     num_blocks = config.worker.num_blocks
     if num_blocks == 0:
         room = budget - num_slots * layout.slot_bytes
@@ -56,7 +128,17 @@ def pool_sizes(layout: CacheLayout, config: NodeConfig) -> PoolSizes:
             f"a rank has {budget} bytes for caches, {num_slots} state slots and two blocks need {need}:"
             " raise worker.kv_bytes, lower scheduler.max_num_seqs, or free memory"
         )
-    return PoolSizes(num_blocks, num_slots, layout.block_bytes, layout.slot_bytes, budget)
+    stored = gpu is None or (
+        config.kvstore.enabled and _fits_in_shm(layout, num_blocks, config.ranks)
+    )
+    return PoolSizes(
+        num_blocks, num_slots, layout.block_bytes, layout.slot_bytes, budget, stored, gpu
+    )
+
+
+def _fits_in_shm(layout: CacheLayout, num_blocks: int, ranks: int) -> bool:
+    copies = num_blocks * layout.block_bytes + NUM_SNAPSHOTS * layout.slot_bytes
+    return copies * ranks <= _SHM_SHARE * shutil.disk_usage(SHM).free
 
 
 def free_share(ranks: int) -> int:

@@ -32,7 +32,7 @@ def _records(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> bytes:
     words[:, 0] = np.float32(np.nan).view(np.int32)
     words[:, 2 : 2 + num_top] = -1
     good = logits.amax(1).isfinite()
-    logits, ids = logits[good], ids[good]
+    logits, ids = logits[good], ids.to(logits.device)[good]
     if len(ids):
         found = prompt_logprobs(logits, ids, num_top)
         columns = (
@@ -41,5 +41,5 @@ def _records(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> bytes:
             found.top_ids.int(),
             found.top_logprobs.view(torch.int32),
         )
-        words[good.numpy()] = torch.cat(columns, dim=1).numpy()
+        words[good.cpu().numpy()] = torch.cat(columns, dim=1).cpu().numpy()
     return words.tobytes()

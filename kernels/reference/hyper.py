@@ -25,7 +25,7 @@ class MixWeights:
     @classmethod
     def from_stored(cls, fn: Tensor, scale: Tensor, base: Tensor, copies: int) -> "MixWeights":
         """Take the three stored scales (pre, post, matrix) apart."""
-        counts = torch.tensor([copies, copies, copies * copies])
+        counts = torch.tensor([copies, copies, copies * copies], device=scale.device)
         return cls(fn, scale.repeat_interleave(counts), base)
 
 
@@ -64,6 +64,8 @@ def sinkhorn(logits: Tensor, copies: int, *, iters: int, eps: float) -> Tensor:
     # the n summands, and has little overhead.
     a = logits.t().contiguous().view(copies, copies, -1)
     a = lanewise(torch.exp, a - a.amax(dim=1, keepdim=True))
+    if a.is_cuda:
+        return _sinkhorn_passes(a, iters=iters, eps=eps).permute(2, 0, 1).contiguous()
     by_column: npt.NDArray[np.float32] = a.numpy()
     by_row = by_column.transpose(1, 0, 2)
     total = np.add.reduce(by_row, axis=0)
@@ -76,6 +78,22 @@ def sinkhorn(logits: Tensor, copies: int, *, iters: int, eps: float) -> Tensor:
         np.add(total, small, out=total)
         np.divide(parts, total, out=parts)
     return a.permute(2, 0, 1).contiguous()
+
+
+def _sinkhorn_passes(a: Tensor, *, iters: int, eps: float) -> Tensor:
+    """The passes of `sinkhorn` without numpy: float32 [n, n, R], from exp on."""
+    a = a / _sum_slices(a, 1) + eps
+    for half in range(2 * iters - 1):
+        a = a / (_sum_slices(a, half % 2) + eps)
+    return a
+
+
+def _sum_slices(a: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension, from the first slice to the last; the dimension stays."""
+    total = a.narrow(dim, 0, 1)
+    for place in range(1, a.shape[dim]):
+        total = total + a.narrow(dim, place, 1)
+    return total
 
 
 def collapse(h: Tensor, weights: Tensor) -> Tensor:

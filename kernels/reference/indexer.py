@@ -35,7 +35,7 @@ def entry_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
 
 def hide_future(scores: Tensor, num_visible: Tensor) -> Tensor:
     """Entries from num_visible (int64 [R]) on become -inf; scores float32 [R, E]."""
-    entry = torch.arange(scores.shape[1])
+    entry = torch.arange(scores.shape[1], device=scores.device)
     return scores.masked_fill(entry >= num_visible.unsqueeze(1), _HIDDEN)
 
 
@@ -49,7 +49,7 @@ def select_top(scores: Tensor, count: int) -> Tensor:
         int64 [R, count], filled up with -1 at the end.
     """
     num_rows, num_entries = scores.shape
-    chosen = torch.full((num_rows, count), -1, dtype=torch.int64)
+    chosen = scores.new_full((num_rows, count), -1, dtype=torch.int64)
     kept = min(count, num_entries)
     if kept == 0:
         return chosen
@@ -64,7 +64,7 @@ def _ordered_keys(scores: Tensor) -> Tensor:
     """bf16 values [R, E] -> int64 keys, all different in a row, that sort by score, then lower position."""
     bits = (scores + 0.0).view(torch.int32) >> 16  # + 0.0 makes the two zeros one
     ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits).to(torch.int64)
-    return (ordered << 32) - torch.arange(scores.shape[1])
+    return (ordered << 32) - torch.arange(scores.shape[1], device=scores.device)
 
 
 def candidate_mask(
@@ -88,11 +88,11 @@ def candidate_mask(
     padded = torch.nn.functional.pad(scores, (0, short), value=_HIDDEN)
     best = padded.view(num_rows, -1, block_size).amax(dim=-1)
     newest = (num_visible - 1).clamp(min=0) // block_size
-    block = torch.arange(best.shape[1])
+    block = torch.arange(best.shape[1], device=best.device)
     pinned = (block == newest.unsqueeze(1)) & (num_visible > 0).unsqueeze(1)
     best = best.masked_fill(pinned, float("inf"))
     kept = select_top(best, num_blocks)
     # One column more than blocks: the fill value -1 lands there.
-    mask = torch.zeros((num_rows, best.shape[1] + 1), dtype=torch.bool)
+    mask = scores.new_zeros((num_rows, best.shape[1] + 1), dtype=torch.bool)
     mask.scatter_(1, kept.where(kept >= 0, best.shape[1]), True)
     return mask[:, :-1].repeat_interleave(block_size, dim=1)[:, :num_entries]

@@ -26,6 +26,9 @@ class RopeTable:
         """The rows of these positions (int64 [R])."""
         return RopeTable(self.cos[positions], self.sin[positions])
 
+    def to(self, device: torch.device) -> "RopeTable":
+        return RopeTable(self.cos.to(device), self.sin.to(device))
+
     def inverse(self) -> "RopeTable":
         """Turns back."""
         return RopeTable(self.cos, -self.sin)
@@ -51,19 +54,22 @@ def rope_table(freqs: Tensor, num_positions: int) -> RopeTable:
 
 
 class GrowingRope:
-    """A table that reaches as far as it was asked for: all of a million positions take 0.5 GB."""
+    """A table that reaches as far as it was asked for: all of a million positions take 0.5 GB.
 
-    def __init__(self, freqs: Tensor) -> None:
-        self._freqs = freqs
-        self._table = rope_table(freqs, _FIRST_POSITIONS)
+    Made on the CPU, so that it is the same bits everywhere; the rows asked for lie on `device`.
+    """
+
+    def __init__(self, freqs: Tensor, device: torch.device | None = None) -> None:
+        self._freqs, self._device = freqs, device or freqs.device
+        self._table = rope_table(freqs, _FIRST_POSITIONS).to(self._device)
 
     def at(self, positions: Tensor) -> RopeTable:
-        """The rows of these positions (int64 [R])."""
+        """The rows of these positions (int64 [R], on the CPU)."""
         have = self._table.cos.shape[0]
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > have:
-            self._table = rope_table(self._freqs, max(needed, 2 * have))
-        return self._table.at(positions)
+            self._table = rope_table(self._freqs, max(needed, 2 * have)).to(self._device)
+        return self._table.at(positions.to(self._device))
 
 
 def rotate(x: Tensor, table: RopeTable) -> Tensor:

@@ -3,23 +3,20 @@
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from phalanx.kernels.reference.rows import constant, lanewise, matmul_rows, sum_columns
+from phalanx.kernels.reference.rows import constant, lanewise, sum_columns
 
 
-def route(
-    x: Tensor, gate: Tensor, bias: Tensor, *, num_topk: int, scaling: float
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor, *, num_topk: int, scaling: float) -> tuple[Tensor, Tensor]:
     """Experts by score + bias, the lower id first among equals; weights from the scores alone.
 
     Args:
-        x: float32 [R, D].
-        gate: float32 [experts, D].
+        logits: float32 [R, experts], the rows times the gate's matrix.
         bias: float32 [experts].
 
     Returns:
         topk_idx int64 [R, k], best first, and topk_weights float32 [R, k].
     """
-    scores = lanewise(softplus, matmul_rows(x, gate)).sqrt_()
+    scores = lanewise(softplus, logits).sqrt_()
     order = (scores + bias).sort(dim=1, descending=True, stable=True).indices
     topk_idx = order[:, :num_topk].contiguous()
     picked = scores.gather(1, topk_idx)

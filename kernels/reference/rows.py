@@ -15,6 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from phalanx.kernels.matrix import Fp8Matrix, Matrix
+
 TILE: Final = 8  # rows of one matrix product
 LANES: Final = 64  # at least two vectors of every instruction set, the unit of torch's vector loops
 
@@ -55,17 +57,18 @@ def pad_rows(x: Tensor, fill: float = 0.0) -> Tensor:
     return torch.cat((x, x.new_full((missing, *x.shape[1:]), fill)))
 
 
-def matmul_rows(x: Tensor, weight: Tensor) -> Tensor:
+def matmul_rows(x: Tensor, weight: Matrix) -> Tensor:
     """x @ weight.T, each row alone.
 
     Args:
         x: float32 [R, K].
-        weight: float32 [N, K], as stored.
+        weight: [N, K]; float32, or a form that is widened to it first.
 
     Returns:
         float32 [R, N]. Not `torch.matmul`, which would fold the tiles into one product of R rows.
     """
     num_rows, depth = x.shape
+    weight = weight.dequantize() if isinstance(weight, Fp8Matrix) else weight.float()
     if not _exact:
         return x @ weight.t()
     if num_rows == 0:

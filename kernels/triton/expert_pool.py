@@ -81,6 +81,10 @@ class ExpertPool:
         return num_slots * ((2 * a * b + c * d) * per_tile + 3 * 4)
 
     @property
+    def is_cuda(self) -> bool:
+        return self.up.is_cuda
+
+    @property
     def num_slots(self) -> int:
         return self.up.shape[0]
 

@@ -41,7 +41,7 @@ _POLL_S = 0.05
 @click.command()
 @click.option("--model", default=None, help="tiny, random-tiny or a checkpoint directory.")
 @click.option("--ranks", type=int, default=None, help="Workers; the experts are spread over them.")
-@click.option("--device", type=click.Choice(["cpu", "null"]), default=None)
+@click.option("--device", type=click.Choice(["cpu", "cuda", "null"]), default=None)
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)
 )

@@ -52,6 +52,17 @@ _SHAPE: Final[dict[str, Any]] = {
     "dspark_n_routed_experts": 4,
 }
 
+# A window alone; an owner of pairs with Engram; the candidate source; a layer that chooses again. All experts.
+FOUR_LAYERS: Final[dict[str, Any]] = _SHAPE | {
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 2, 1, 1, 0],
+    "kv_source_layer_ids": [1, 2],
+    "index_source_layer_ids": [1, 2, 3],
+    "candidate_source_layer_id": 2,
+    "dspark_target_layer_ids": [1, 2, 3],
+    "n_routed_experts": 384,
+}
+
 # --- writing ----------------------------------------------------------------------------------------
 
 _POOL: Final = (1 << 22) + 12289  # values drawn once and repeated; no multiple of any row
@@ -61,22 +72,22 @@ _E4M3_STD: Final = 64.0  # of the codes drawn; scales bring it to the wanted siz
 _E2M1_RMS: Final = 2.93  # of uniformly drawn codes
 
 
-def config_json() -> dict[str, Any]:
+def config_json(shape: dict[str, Any] = _SHAPE) -> dict[str, Any]:
     """The full model's config.json, cut to one layer of each kind, without the vision tower."""
     config: dict[str, Any] = json.loads(_FULL_CONFIG.read_text())
     del config["vision_config"]
-    config["text_config"] |= _SHAPE
+    config["text_config"] |= shape
     return config
 
 
-def write(directory: Path, seed: int) -> None:
+def write(directory: Path, seed: int, shape: dict[str, Any] = _SHAPE) -> None:
     """Write the checkpoint: about 5 GB, and an Engram table of 101 GB that takes no room.
 
     Only the table's rows that TOKENS reach are not zero.
     """
-    config = ModelConfig.parse(config_json())
+    config = ModelConfig.parse(config_json(shape))
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps(config_json()))
+    (directory / "config.json").write_text(json.dumps(config_json(shape)))
     _tokenizer(config.vocab_size).save(str(directory / "tokenizer.json"))
     source = _Source(seed)
     files: dict[str, list[TensorSpec]] = {}

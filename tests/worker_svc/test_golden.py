@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forward_world import DEVICE
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -36,12 +37,12 @@ def vectors() -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def golden() -> GoldenModel:
     torch.set_num_threads(1)
-    return load(str(TINY))
+    return load(str(TINY), str(DEVICE))
 
 
 def difference(got: Tensor, expected: Tensor) -> float:
     """Relative distance over all rows; rows' infinities must agree."""
-    got, expected = got.double(), expected.double()
+    got, expected = got.double().cpu(), expected.double()
     finite = torch.isfinite(expected)
     assert torch.equal(torch.isfinite(got), finite)
     distance = torch.linalg.vector_norm((got - expected)[finite])
@@ -49,7 +50,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
 
 
 def assert_close(got: Tensor, expected: Tensor, limits: dict[str, float]) -> None:
-    agree = (got.argmax(-1) == expected.argmax(-1)).double().mean()
+    agree = (got.cpu().argmax(-1) == expected.argmax(-1)).double().mean()
     assert difference(got, expected) <= limits["rel_l2"]
     assert agree >= limits["argmax"]
 
@@ -112,14 +113,14 @@ def forced(
     noted: Noted = {}
 
     def observe(name: str, layer: int, value: Tensor) -> None:
-        noted[name, layer] = value.clone()
+        noted[name, layer] = value.cpu().clone()
 
     step = model.begin(StepBatch.of([SequenceRows(0, 0, ids, golden.blocks)]), observe)
     missing = step.rows.num_padded - len(ids)
 
     def recorded(layer: int, name: str) -> Tensor:
         value = vectors[f"inter.{prompt}.layers.{layer}.{name}"].float()
-        return torch.cat((value, torch.zeros(missing, *value.shape[1:])))
+        return torch.cat((value, torch.zeros(missing, *value.shape[1:]))).to(DEVICE)
 
     h, pre = model.embed(step.rows.token_ids)
     units = model.engram.units(step)
@@ -206,9 +207,9 @@ def test_drafts(golden: GoldenModel, vectors: dict[str, Tensor], context: str) -
         difference(drafts.base_logits[0], vectors[f"draft.{context}.base_logits"])
         <= limits["base_rel_l2"]
     )
-    confidence = (drafts.confidences[0] - vectors[f"draft.{context}.confidence"]).abs().max()
+    confidence = (drafts.confidences[0].cpu() - vectors[f"draft.{context}.confidence"]).abs().max()
     assert confidence <= limits["confidence_max_abs"]
-    same = (drafts.tokens[0] == vectors[f"draft.{context}.tokens"]).long().cumprod(0).sum()
+    same = (drafts.tokens[0].cpu() == vectors[f"draft.{context}.tokens"]).long().cumprod(0).sum()
     assert same >= limits["min_tokens_same_over_variants"]
 
 

@@ -4,26 +4,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.attention import sink_attention
-from phalanx.kernels.reference.compressor import pool_pairs
-from phalanx.kernels.reference.indexer import (
+from phalanx.kernels.ops import (
     candidate_mask,
-    entry_scores,
-    hide_future,
-    select_top,
-)
-from phalanx.kernels.reference.quant import (
     decode_compressed,
     decode_index_key,
     decode_window,
     encode_compressed,
     encode_index_key,
     encode_window,
+    grouped_linear,
+    linear,
+    matmul_rows,
+    paged_scores,
+    pool_pairs,
     q8_roundtrip,
     qf4_idx_roundtrip,
+    rms_norm,
+    rotate,
+    select_top,
+    sparse_attention,
 )
-from phalanx.kernels.reference.rope import RopeTable, rotate
-from phalanx.kernels.reference.rows import matmul_rows, rms_norm, round_bf16
+from phalanx.kernels.reference.attention import sink_attention
+from phalanx.kernels.reference.indexer import entry_scores, hide_future
+from phalanx.kernels.reference.rope import RopeTable
+from phalanx.kernels.reference.rows import round_bf16
+from phalanx.kernels.registry import on_gpu
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import AttentionWeights
 from phalanx.worker_svc.model.step import Chosen, Step
@@ -44,16 +49,10 @@ def project(
     return rotate(queries, rope), latent, kv
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """A quantized linear: Q8 of the input, bf16 result (model.md C.0)."""
-    return round_bf16(matmul_rows(q8_roundtrip(x), weight))
-
-
-def output(weights: AttentionWeights, config: ModelConfig, rope: RopeTable, o: Tensor) -> Tensor:
-    """Turn the heads' results back and project them: [R, heads, d] -> [R, D]."""
-    o = rotate(o, rope.inverse()).view(o.shape[0], config.o_groups, -1)
-    parts = [matmul_rows(o[:, group], w) for group, w in enumerate(weights.wo_a)]
-    return linear(round_bf16(torch.cat(parts, dim=-1)), weights.wo_b)
+def output(weights: AttentionWeights, config: ModelConfig, o: Tensor) -> Tensor:
+    """Project the heads' results, turned back already: [R, heads, d] -> [R, D]."""
+    o = o.view(o.shape[0], config.o_groups, -1)
+    return linear(grouped_linear(o, weights.wo_a), weights.wo_b)
 
 
 def attention(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> Tensor:
@@ -66,14 +65,20 @@ def attention(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> T
     step.note("window_kv_pre", layer, kv)
     record = encode_window(kv)
     step.window_records[layer] = record
-    kv = decode_window(record)
-    step.note("window_kv", layer, kv)
+    step.note("window_kv", layer, decode_window(record))
     if weights.compressor is not None and not step.entries_stored:
         store_entries(step, weights, layer, x)
     if weights.indexer is not None:
-        step.chosen[layer] = _choose(step, weights, layer, x, latent)
-    o = _attend(step, weights, layer, queries, kv)
-    return output(weights, config, rope, o)
+        chosen = _choose(step, weights, layer, x, latent)
+        if on_gpu(x):
+            step.picked[layer] = chosen
+        else:
+            step.chosen[layer] = _vectors(step, layer, chosen)
+    if on_gpu(x):
+        o = _attend_records(step, weights, layer, queries, record)
+    else:
+        o = rotate(_attend(step, weights, layer, queries, decode_window(record)), rope.inverse())
+    return output(weights, config, o)
 
 
 def ring_vectors(step: Step, ring: int) -> Tensor:
@@ -101,6 +106,32 @@ def _attend(
     return out
 
 
+def _attend_records(
+    step: Step, weights: AttentionWeights, layer: int, queries: Tensor, records: Tensor
+) -> Tensor:
+    """On a GPU: read the records where they lie. The result is turned back."""
+    config, rows, rope = step.config, step.rows, step.rope(layer)
+    owner, choice = config.kv_owner(layer), config.index_owner(layer)
+    entries = None if owner is None else step.pools.compressed[owner]
+    return sparse_attention(
+        queries,
+        records,
+        step.pools.rings[:, layer],
+        rows.slots,
+        rows.positions,
+        rows.within,
+        rows.window_from,
+        config.sliding_window,
+        weights.sink,
+        config.head_dim**-0.5,
+        entries,
+        None if owner is None else (rows.block_table, rows.seqs),
+        None if choice is None else step.picked[choice],
+        rope.cos,
+        rope.sin,
+    )
+
+
 def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> None:
     """Make the entries and index keys that this step's rows complete, and store them.
 
@@ -122,7 +153,7 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     eps = config.rms_norm_eps
     latent = rms_norm(latent, weights.compressor.norm, eps)
     step.note("latent", layer, latent)
-    rope = step.ropes.yarn_all.at(entries.positions)
+    rope = step.ropes.yarn_all.at(step.host.entries[entries.ratio].positions)
     keys = round_bf16(matmul_rows(latent, weights.index_keys.wk))
     keys = rotate(rms_norm(keys, weights.index_keys.norm, eps), rope)
     record = encode_index_key(keys)
@@ -135,12 +166,11 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     step.note("compressed", layer, decode_compressed(record))
 
 
-def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Chosen:
-    """Choose entries for every row."""
+def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:
+    """Choose entries for every row: int64 [P, top-k], -1 where there is none."""
     config = step.config
     entries = step.rows.entries[config.ratio(layer)]
     scores = _scores(step, weights, layer, x, latent)
-    scores = hide_future(scores, entries.visible)
     step.note("index_score", layer, scores)
     if layer == config.candidate_source_layer_id:
         step.candidates = candidate_mask(
@@ -155,11 +185,11 @@ def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
         scores = scores.masked_fill(~step.candidates, float("-inf"))
     chosen = select_top(scores, config.index_topk)
     step.note("topk", layer, chosen)
-    return _vectors(step, layer, chosen)
+    return chosen
 
 
 def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:
-    """Index scores of all entries in the pages a row may see, float32 [P, columns * entries]."""
+    """Index scores of the entries a row may see, float32 [P, columns * entries], others -inf."""
     assert weights.indexer is not None
     config, rows = step.config, step.rows
     entries = rows.entries[config.ratio(layer)]
@@ -169,6 +199,18 @@ def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
     step.note("index_q", layer, queries)
     head_weights = round_bf16(matmul_rows(x, weights.indexer.weights_proj))
     head_weights = round_bf16(head_weights * (dim**-0.5 * heads**-0.5))
+    if on_gpu(x):
+        owner = config.kv_owner(layer)
+        assert owner is not None
+        return paged_scores(
+            queries,
+            head_weights,
+            step.pools.index_keys[owner],
+            rows.block_table,
+            rows.seqs,
+            entries.visible,
+            entries.num_columns * entries.num_entries,
+        )
     keys = _page_keys(step, layer)
     scores = torch.full((rows.num_padded, entries.num_columns, entries.num_entries), float("-inf"))
     chunk = max(1, _SCORE_CHUNK // (entries.num_entries * dim))
@@ -183,7 +225,7 @@ def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
         scores[first:end, column] = entry_scores(
             queries[first:end], shared, head_weights[first:end]
         )
-    return scores.flatten(1)
+    return hide_future(scores.flatten(1), entries.visible)
 
 
 def _page_keys(step: Step, layer: int) -> Tensor:

@@ -176,6 +176,7 @@ class StepRows:
         ring_indices: int64 [S, W - 1]: the ring entries before each sequence's first row.
         window: int64 [P, W]: rows of the table (S * (W - 1) ring entries, then P step rows).
         window_empty: bool [P, W].
+        window_from: int64 [P]: windows of rows from this position on start no earlier.
         block_table: int64 [S, max_blocks].
         entries: geometry by ratio.
     """
@@ -191,6 +192,7 @@ class StepRows:
     ring_indices: Tensor
     window: Tensor
     window_empty: Tensor
+    window_from: Tensor
     block_table: Tensor
     entries: dict[int, EntryRows]
 
@@ -224,9 +226,14 @@ def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows
         ring_indices=torch.from_numpy(ring),
         window=torch.from_numpy(window),
         window_empty=torch.from_numpy(empty),
+        window_from=torch.from_numpy(_window_from(batch, seqs)),
         block_table=torch.from_numpy(batch.block_table),
         entries={r: _entry_rows(batch, seqs, within, positions, r) for r in sorted(ratios)},
     )
+
+
+def _window_from(batch: StepBatch, seqs: Int) -> Int:
+    return np.zeros_like(seqs) if batch.window_from is None else batch.window_from[seqs]
 
 
 def _window(

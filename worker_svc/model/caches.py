@@ -4,13 +4,16 @@ Raw bytes, so that pools can lie in shared memory and records can travel to a st
 """
 
 import math
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from phalanx.worker_svc.model.layout import BLOCK_TOKENS, NULL_BLOCK, CacheLayout
 
-__all__ = ["BLOCK_TOKENS", "NULL_BLOCK", "CacheLayout", "CachePools"]
+CPU: Final = torch.device("cpu")
+
+__all__ = ["BLOCK_TOKENS", "CPU", "NULL_BLOCK", "CacheLayout", "CachePools"]
 
 
 class CachePools:
@@ -22,11 +25,12 @@ class CachePools:
         block_buffer, slot_buffer: writable memory of at least num_blocks * block_bytes and
             num_slots * slot_bytes bytes, which must outlive the pools; None to allocate.
         history_len: token ids kept per slot; the longest sequence by default.
+        device: where blocks and slots are allocated that have no buffer.
 
     Attributes:
         blocks: uint8 [num_blocks, block_bytes].
         slots: uint8 [num_slots, slot_bytes].
-        history: int32 [num_slots, history_len], token ids by position.
+        history: int32 [num_slots, history_len], token ids by position; always on the CPU.
         rings: uint8 [num_slots, num_rings, ring_size, window record], a view of `slots`.
         pairs: float32 [num_slots, owners of ratio 2, 2, head_dim], kv and score; a view of `slots`.
         compressed, index_keys: per KV owner's layer, uint8 [num_blocks, entries, record], views of
@@ -42,11 +46,12 @@ class CachePools:
         slot_buffer: memoryview | None = None,
         *,
         history_len: int | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.layout = layout
         config = layout.config
-        self.blocks = _pool("block", block_buffer, num_blocks, layout.block_bytes)
-        self.slots = _pool("slot", slot_buffer, num_slots, layout.slot_bytes)
+        self.blocks = _pool("block", block_buffer, num_blocks, layout.block_bytes, device)
+        self.slots = _pool("slot", slot_buffer, num_slots, layout.slot_bytes, device)
         length = config.max_positions if history_len is None else history_len
         self.history = torch.zeros((num_slots, length), dtype=torch.int32)
         shape = (layout.num_rings, layout.ring_size, config.window_record_bytes)
@@ -69,9 +74,11 @@ class CachePools:
         return self.blocks[:, offset : offset + count * record].view(-1, count, record)
 
 
-def _pool(kind: str, buffer: memoryview | None, count: int, size: int) -> Tensor:
+def _pool(
+    kind: str, buffer: memoryview | None, count: int, size: int, device: torch.device
+) -> Tensor:
     if buffer is None:
-        return torch.zeros((count, size), dtype=torch.uint8)
+        return torch.zeros((count, size), dtype=torch.uint8, device=device)
     if buffer.readonly or buffer.nbytes < count * size:
         raise ValueError(
             f"the {kind} buffer has {buffer.nbytes} bytes{' and is read-only' * buffer.readonly}; "

@@ -9,9 +9,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phalanx.kernels.matrix import Matrix
+from phalanx.kernels.ops import ExpertPool
 from phalanx.kernels.reference.quant import dequant_engram_rows, dequant_fp4, dequant_fp8_block
+from phalanx.kernels.registry import interpreted
+from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
-from phalanx.worker_svc.model.footprint import NOT_LOADED, expert_bytes, held_bytes, packs_experts
+from phalanx.worker_svc.model.footprint import (
+    NOT_LOADED,
+    expert_bytes,
+    held_bytes,
+    packs_experts,
+    stored_bytes,
+)
 from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
 from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError, Held
 from phalanx.worker_svc.model.tensors import expert_names, layer_prefix, num_experts
@@ -47,6 +57,15 @@ class Weights:
         self._slots: list[list[int]] = []
         self._experts: list[Expert] = []  # per layer, stacked along slots; empty if packed
         self.packs_experts = packs_experts(self.config)
+        self.device = CPU
+
+    def pool(self, layer: int) -> ExpertPool:
+        """On a GPU, the slots of a layer's experts. On a CPU there is none (see `expert_matrices`)."""
+        raise NotImplementedError
+
+    def take_matrix(self, name: str) -> Matrix:
+        """A weight that rows are multiplied with, [out, in], in the form this device multiplies."""
+        return self.take(name)
 
     def __getitem__(self, name: str) -> Tensor:
         """A plain tensor (bf16 or float32), or a quantized linear as float32 [out, in].
@@ -172,13 +191,17 @@ class Weights:
     def _load_experts(self, layer: int, experts: Sequence[int]) -> int:
         c, slots = self.config, len(experts)
         self._slots.append(list(experts))
+        self._make_slots(slots)
+        for slot, expert in enumerate(experts):
+            self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
+        return slots * expert_bytes(c)
+
+    def _make_slots(self, slots: int) -> None:
+        c = self.config
         if not self.packs_experts:
             up = (slots, c.moe_intermediate_size, c.hidden_size)
             down = (slots, c.hidden_size, c.moe_intermediate_size)
             self._experts.append((torch.empty(up), torch.empty(up), torch.empty(down)))
-        for slot, expert in enumerate(experts):
-            self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
-        return slots * expert_bytes(c)
 
 
 def load_checkpoint(
@@ -189,6 +212,7 @@ def load_checkpoint(
     memory_limit_bytes: int | None = None,
     held: Held | None = None,
     progress: Progress = lambda done, total: None,
+    device: torch.device = CPU,
 ) -> Weights:
     """Load what one rank needs.
 
@@ -201,6 +225,7 @@ def load_checkpoint(
         memory_limit_bytes: Refuse to need more; None asks the machine what is available.
         held: Shards that are in memory already (`HostWeights`).
         progress: Called with (bytes read, bytes to read).
+        device: A GPU holds everything as it is stored; `dequantize` must stay True.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint is unusable, or memory does not suffice.
@@ -209,8 +234,11 @@ def load_checkpoint(
     config = checkpoint.config
     slots = _all_experts(config) if expert_slots is None else expert_slots
     _check_slots(config, slots)
-    _check_memory(checkpoint, slots, dequantize, memory_limit_bytes)
-    weights = Weights(checkpoint, dequantize=dequantize)
+    if device.type == "cpu":
+        _check_memory(checkpoint, slots, dequantize, memory_limit_bytes)
+    else:
+        _check_gpu_memory(checkpoint, slots, device, memory_limit_bytes)
+    weights = _weights(checkpoint, dequantize, device)
     names = [name for name, spec in checkpoint.specs.items() if spec.part not in NOT_LOADED]
     total = sum(checkpoint.specs[name].num_bytes for name in names)
     if dequantize:
@@ -223,6 +251,14 @@ def load_checkpoint(
         done += weights._load_experts(layer, experts)
         progress(done, total)
     return weights
+
+
+def _weights(checkpoint: Checkpoint, dequantize: bool, device: torch.device) -> Weights:
+    if device.type == "cpu" and not interpreted():
+        return Weights(checkpoint, dequantize=dequantize)
+    from phalanx.worker_svc.model.gpu_weights import GpuWeights
+
+    return GpuWeights(checkpoint, device)
 
 
 def _all_experts(config: ModelConfig) -> ExpertSlots:
@@ -256,6 +292,33 @@ def _check_memory(
             f"{checkpoint.directory} needs {shown_bytes(need)} of memory as float32 {experts}; "
             f"{shown_bytes(have)} are available: {advice}"
         )
+
+
+def _check_gpu_memory(
+    checkpoint: Checkpoint, slots: ExpertSlots, device: torch.device, limit: int | None
+) -> None:
+    """The weights must leave room for caches and for what a step needs."""
+    config = checkpoint.config
+    need = stored_bytes(config, [len(layer) for layer in slots])
+    have = torch.cuda.mem_get_info(device)[0] if limit is None else limit
+    if need > have:
+        most = max(len(layer) for layer in slots)
+        fits = _experts_that_fit(checkpoint, len(slots), have)
+        advice = (
+            f"{fits} experts a layer would fit: use more ranks"
+            if fits
+            else "not even one expert a layer would fit: use a smaller model"
+        )
+        raise CheckpointError(
+            f"{checkpoint.directory} needs {shown_bytes(need)} of GPU memory with {most} experts a "
+            f"layer; {shown_bytes(have)} are free on {torch.cuda.get_device_name(device)}: {advice}"
+        )
+
+
+def _experts_that_fit(checkpoint: Checkpoint, num_layers: int, have: int) -> int:
+    config = checkpoint.config
+    rest = have - stored_bytes(config, [0] * num_layers)
+    return max(0, rest // (expert_bytes(config) * num_layers))
 
 
 def _token_map(checkpoint: Checkpoint) -> npt.NDArray[np.int64]:

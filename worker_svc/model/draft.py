@@ -13,19 +13,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from phalanx.kernels.matrix import matrix_rows
+from phalanx.kernels.ops import (
+    block_attention,
+    collapse,
+    decode_window,
+    encode_window,
+    linear,
+    matmul_rows,
+    q8_roundtrip,
+    rms_norm,
+    rotate,
+)
 from phalanx.kernels.reference.attention import sink_attention
-from phalanx.kernels.reference.hyper import collapse
-from phalanx.kernels.reference.quant import decode_window, encode_window, q8_roundtrip
-from phalanx.kernels.reference.rope import GrowingRope, RopeTable, rotate
-from phalanx.kernels.reference.rows import matmul_rows, pad_rows, rms_norm, round_bf16
-from phalanx.worker_svc.model.attention import linear, output, project
+from phalanx.kernels.reference.rope import GrowingRope, RopeTable
+from phalanx.kernels.reference.rows import pad_rows, round_bf16
+from phalanx.kernels.registry import on_gpu
+from phalanx.worker_svc.model.attention import output, project
 from phalanx.worker_svc.model.caches import CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.head import OutputHead
 from phalanx.worker_svc.model.layers import AttentionWeights, layer_weights
 from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.step import LayerContext, Observer
-from phalanx.worker_svc.model.sublayers import run_layer
+from phalanx.worker_svc.model.sublayers import first_weights, run_layer
 
 # (index within the block, logits float32 [S, vocab]) -> chosen token ids int64 [S].
 Choose = Callable[[int, Tensor], Tensor]
@@ -63,6 +74,7 @@ class DraftContext(LayerContext):
         slot_ids: int64 [S].
         ring_indices: int64 [S, W], the W positions before the block.
         ring_empty: bool [S, W], positions before the sequence's start.
+        starts: int64 [S], position of each block's first row.
     """
 
     pools: CachePools
@@ -72,6 +84,7 @@ class DraftContext(LayerContext):
     slot_ids: Tensor
     ring_indices: Tensor
     ring_empty: Tensor
+    starts: Tensor
 
 
 class Drafter:
@@ -94,12 +107,12 @@ class Drafter:
         self._stages = [layer_weights(weights, depth + s) for s in range(config.draft_stages)]
         self._embedding = weights["embed"]
         self._head = head
-        self._main_proj = weights.take("mtp.0.main_proj")
+        self._main_proj = weights.take_matrix("mtp.0.main_proj")
         self._main_norm = weights.take("mtp.0.main_norm")
         self._norm = weights.take(f"mtp.{last}.norm")
         self._markov_embed = weights[f"mtp.{last}.markov_head.embed"]
-        self._markov_head = weights.take(f"mtp.{last}.markov_head.head")
-        self._confidence = weights.take(f"mtp.{last}.confidence_head.proj")
+        self._markov_head = weights.take_matrix(f"mtp.{last}.markov_head.head")
+        self._confidence = weights.take_matrix(f"mtp.{last}.confidence_head.proj")
 
     def context_records(self, taps: Tensor, rope: RopeTable) -> dict[int, Tensor]:
         """What the stages will see of these rows: window records uint8 [P, record] by ring.
@@ -112,7 +125,7 @@ class Drafter:
         x = q8_roundtrip(rms_norm(linear(taps, self._main_proj), self._main_norm, eps))
         records = {}
         for stage, weights in enumerate(self._stages):
-            kv = round_bf16(matmul_rows(x, weights.attention.q_kv[rank:]))
+            kv = round_bf16(matmul_rows(x, matrix_rows(weights.attention.q_kv, rank)))
             kv = rotate(rms_norm(kv, weights.attention.kv_norm, eps), rope)
             records[self.config.num_hidden_layers + stage] = encode_window(kv)
         return records
@@ -137,12 +150,12 @@ class Drafter:
         """
         context = self._context(slot_ids, positions, copy_keys, observer)
         num_seqs, block = len(slot_ids), context.block
-        ids = torch.full((num_seqs, block), self.config.dspark_noise_token_id)
+        device = self._embedding.device
+        ids = torch.full((num_seqs, block), self.config.dspark_noise_token_id, device=device)
         ids[:, 0] = torch.from_numpy(anchors)
         embedded = pad_rows(self._embedding[ids.flatten()].float())
         h = embedded.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(h.shape[:2])
-        pre[:, 0] = 1
+        pre = first_weights(h)
         for stage, weights in enumerate(self._stages):
             layer = self.config.num_hidden_layers + stage
             h, pre = run_layer(context, _attend, weights, self._experts, layer, h, pre)
@@ -190,6 +203,7 @@ class Drafter:
         seqs = pad_rows(torch.arange(len(slot_ids)).repeat_interleave(block))
         at = starts[seqs] + torch.arange(len(seqs)) % block
         before = starts.unsqueeze(1) + torch.arange(-window, 0)
+        device = self._embedding.device
         return DraftContext(
             config=self.config,
             num_rows=len(slot_ids) * block,
@@ -197,11 +211,12 @@ class Drafter:
             observer=observer,
             pools=self._pools,
             block=block,
-            seqs=seqs,
+            seqs=seqs.to(device),
             rope=self._rope.at(at),
-            slot_ids=torch.from_numpy(slot_ids),
-            ring_indices=before % self._pools.layout.ring_size,
-            ring_empty=before < 0,
+            slot_ids=torch.from_numpy(slot_ids).to(device),
+            ring_indices=(before % self._pools.layout.ring_size).to(device),
+            ring_empty=(before < 0).to(device),
+            starts=starts.to(device),
         )
 
 
@@ -210,6 +225,24 @@ def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Ten
     config, rope = context.config, context.rope
     queries, _, kv = project(weights, config, rope, x)
     kv = q8_roundtrip(kv)
+    scale = config.head_dim**-0.5
+    if on_gpu(x):
+        count, ring = context.num_rows, context.pools.rings[:, layer]
+        o = torch.zeros_like(queries, dtype=torch.float32)
+        o[:count] = block_attention(
+            queries[:count],
+            kv[:count],
+            ring,
+            context.slot_ids,
+            context.starts,
+            context.block,
+            config.sliding_window,
+            weights.sink,
+            scale,
+            rope.cos[:count],
+            rope.sin[:count],
+        )
+        return output(weights, config, o)
     empty = context.ring_empty
     ring = context.pools.rings[context.slot_ids.unsqueeze(1), layer, context.ring_indices]
     # Weighed with zero, but a sequence that is gone may have left a broken vector there.
@@ -220,5 +253,5 @@ def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Ten
         (decode_window(ring)[context.seqs], empty[context.seqs]),
         (block[context.seqs], nothing),
     ]
-    o = sink_attention(queries, parts, weights.sink, config.head_dim**-0.5)
-    return output(weights, config, rope, o)
+    o = rotate(sink_attention(queries, parts, weights.sink, scale), rope.inverse())
+    return output(weights, config, o)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.engram import add_value, gate, hash_rows
-from phalanx.worker_svc.model.attention import linear
+from phalanx.kernels.ops import add_value, engram_gate, linear
+from phalanx.kernels.reference.engram import hash_rows
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.layers import EngramWeights
 from phalanx.worker_svc.model.step import Step
@@ -23,8 +23,8 @@ class Engram:
         self._pad = weights.token_map[config.engram_pad_token_id]
 
     def units(self, step: Step) -> Tensor:
-        """Compressed ids of each row's token and those before it, nearest first: int64 [P, n]."""
-        rows = step.rows
+        """Compressed ids of each row's token and those before it, nearest first: int64 [P, n], on the CPU."""
+        rows = step.host
         back = rows.positions.unsqueeze(1) - torch.arange(self._config.engram_max_ngram_size)
         ids = step.pools.history[rows.slots.unsqueeze(1), back.clamp(min=0)]
         return torch.where(back >= 0, self._weights.token_map[ids.to(torch.int64)], self._pad)
@@ -37,11 +37,12 @@ class Engram:
         i = config.engram_layer_ids.index(layer)
         ids = hash_rows(units, self._multipliers[i], self._primes[i], self._offsets[i])
         step.note("engram_ids", layer, ids)
-        found = self._weights.engram_rows(layer, ids).to(torch.float32).flatten(1)
+        # A table lies in the host's memory, whatever the device: only the rows asked for travel.
+        found = self._weights.engram_rows(layer, ids).to(h.device).float().flatten(1)
         kv = linear(found, weights.wkv)
         kv = kv.view(-1, config.hc_mult + 1, config.hidden_size)
         key, value = kv[:, :-1], kv[:, -1]
-        gates = gate(h, key, weights.gate, config.rms_norm_eps)
+        gates = engram_gate(h, key, weights.gate, config.rms_norm_eps)
         step.note("engram_gate", layer, gates)
         h = add_value(h, gates, value)
         step.note("engram_out", layer, h)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.hyper import collapse, mean_copies
+from phalanx.kernels.ops import collapse, mean_copies, rms_norm
 from phalanx.kernels.reference.rope import GrowingRope, frequencies, stretch
-from phalanx.kernels.reference.rows import pad_rows, rms_norm
+from phalanx.kernels.reference.rows import pad_rows
 from phalanx.protocol import faults
 from phalanx.worker_svc.model.attention import attention, store_entries
 from phalanx.worker_svc.model.batch import StepBatch, step_rows
-from phalanx.worker_svc.model.caches import CachePools
+from phalanx.worker_svc.model.caches import CPU, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.draft import Drafter
@@ -20,9 +20,10 @@ from phalanx.worker_svc.model.engram import Engram
 from phalanx.worker_svc.model.head import OutputHead
 from phalanx.worker_svc.model.layers import layer_weights
 from phalanx.worker_svc.model.moe import Experts, visit
+from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.noise import nudge
 from phalanx.worker_svc.model.step import Observer, Ropes, Step
-from phalanx.worker_svc.model.sublayers import attention_input, run_layer
+from phalanx.worker_svc.model.sublayers import attention_input, first_weights, run_layer
 from phalanx.worker_svc.model.truncation import OFF, Tail, Truncation
 
 _POSITION_PRIME = 1_000_003  # spreads the positions of one sequence over an expert's copies
@@ -110,7 +111,8 @@ class Model:
         self.layers = [layer_weights(weights, i) for i in range(config.num_hidden_layers)]
         self.engram = Engram(weights)
         self._max_len = pools.history.shape[1]
-        self._plain_rope, self._yarn_rope = rope_tables(config)
+        self._device = weights.device
+        self._plain_rope, self._yarn_rope = rope_tables(config, weights.device)
         self.drafter: Drafter | None = None
         if draft_experts is not None and config.draft_stages > 0:
             self.drafter = Drafter(weights, pools, self._plain_rope, draft_experts, self.head)
@@ -123,7 +125,7 @@ class Model:
         """
         batch.check(self.config, self._max_len)
         step = self._step(batch, self.truncation.tail(batch), observer)
-        rows = step.rows
+        rows = step.host
         real = slice(0, rows.num_rows)
         # By position: doing the step again writes the same ids.
         history = self.pools.history
@@ -131,16 +133,17 @@ class Model:
         return step
 
     def _step(self, batch: StepBatch, tail: Tail | None, observer: Observer | None) -> Step:
-        rows = step_rows(batch, self.config, self.pools.layout.ring_size)
+        host = step_rows(batch, self.config, self.pools.layout.ring_size)
         yarn = self._yarn_rope
-        ropes = Ropes(self._plain_rope.at(rows.positions), yarn.at(rows.positions), yarn)
-        keys = torch.from_numpy(batch.copy_keys)[rows.seqs] + rows.positions * _POSITION_PRIME
+        ropes = Ropes(self._plain_rope.at(host.positions), yarn.at(host.positions), yarn)
+        keys = torch.from_numpy(batch.copy_keys)[host.seqs] + host.positions * _POSITION_PRIME
         return Step(
             config=self.config,
-            num_rows=rows.num_rows,
+            num_rows=host.num_rows,
             copy_keys=keys,
             observer=observer,
-            rows=rows,
+            rows=host if self._device == CPU else moved(host, self._device),
+            host=host,
             pools=self.pools,
             ropes=ropes,
             tail=tail,
@@ -163,12 +166,12 @@ class Model:
         if step.tail is not None:
             decoder = self._step(step.tail.batch, None, observer)
             decoder.entries_stored = True
-            self._cross(step, step.tail.rows, stream)
+            self._cross(step, step.tail.rows.to(self._device), stream)
             self._run(decoder, stream, range(start, depth))
             logit_rows = step.tail.batch.logit_rows
         final = collapse(stream.h, stream.pre)
         step.note("final_hidden", depth, final)
-        logits = self.logits(final[torch.from_numpy(logit_rows)])
+        logits = self.logits(final[torch.from_numpy(logit_rows).to(self._device)])
         if self.drafter is not None and decoder.num_rows > 0:
             decoder.window_records |= self.drafter.context_records(
                 torch.cat(stream.taps, dim=-1), decoder.ropes.plain
@@ -207,9 +210,7 @@ class Model:
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Equal copies of the embeddings [P, n, D], and the first layer's weights [P, n]."""
         h = self.embedding[token_ids].float().unsqueeze(1).repeat(1, self.config.hc_mult, 1)
-        pre = torch.zeros(h.shape[:2])
-        pre[:, 0] = 1
-        return h, pre
+        return h, first_weights(h)
 
     def logits(self, collapsed: Tensor) -> Tensor:
         """[L, D] -> float32 [L, vocab]."""
@@ -217,11 +218,12 @@ class Model:
         return self.head(normed)
 
 
-def rope_tables(config: ModelConfig) -> tuple[GrowingRope, GrowingRope]:
+def rope_tables(config: ModelConfig, device: torch.device = CPU) -> tuple[GrowingRope, GrowingRope]:
     """Tables of the layers without and with compressed entries (model.md C.0)."""
     dim, yarn = config.qk_rope_head_dim, config.rope_scaling
     low, high = config.yarn_range
     stretched = stretch(
         frequencies(dim, config.compress_rope_theta), factor=yarn.factor, low=low, high=high
     )
-    return GrowingRope(frequencies(dim, config.rope_theta)), GrowingRope(stretched)
+    plain = frequencies(dim, config.rope_theta)
+    return GrowingRope(plain, device), GrowingRope(stretched, device)

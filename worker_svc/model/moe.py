@@ -7,10 +7,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.quant import q8_roundtrip
-from phalanx.kernels.reference.router import route
-from phalanx.kernels.reference.rows import TILE, matmul_rows, round_bf16
-from phalanx.kernels.reference.swiglu import swiglu
+from phalanx.kernels.ops import matmul_rows, q8_roundtrip, route, run_experts, swiglu
+from phalanx.kernels.reference.rows import TILE, round_bf16
+from phalanx.kernels.registry import on_gpu
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import MoeWeights
@@ -93,6 +92,9 @@ def run_expert_pairs(
     dim, inter = weights.config.hidden_size, weights.config.moe_intermediate_size
     if len(slot_ids) == 0:
         return x_rows.new_empty((0, dim))
+    if on_gpu(x_rows):
+        limit = weights.config.swiglu_limit
+        return run_experts(weights.pool(layer), slot_ids, x_rows, pair_weights, limit)
     # Packed experts are unpacked one at a time, to bound what is unpacked at once.
     longest = 1 if weights.packs_experts else len(slot_ids)
     places, spans, num_tiles = _tiles(slot_ids.numpy(), len(weights.slots(layer)), longest)
@@ -171,7 +173,10 @@ def moe(
         else config.dspark_num_experts_per_tok
     )
     topk_idx, topk_weights = route(
-        x, weights.gate, weights.bias, num_topk=num_topk, scaling=config.routed_scaling_factor
+        matmul_rows(x, weights.gate),
+        weights.bias,
+        num_topk=num_topk,
+        scaling=config.routed_scaling_factor,
     )
     context.note("router_experts", layer, topk_idx)
     context.note("router_weights", layer, topk_weights)

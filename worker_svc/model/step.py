@@ -70,22 +70,26 @@ class Step(LayerContext):
     """State of one running step of the backbone.
 
     Attributes:
+        host: the same geometry on the CPU; `rows` lies where the rows are computed.
         window_records: uint8 [P, record] by ring.
         pending: float32 [P, 2, d] (kv, score) by owner of ratio 2.
         index_keys: float32 [pages, entries, index dim] by KV owner.
-        chosen: the entries that rows attend to, by index owner.
+        chosen: on a CPU, the entries that rows attend to, by index owner.
+        picked: on a GPU, int64 [P, top-k], entries of each row's sequence, by index owner.
         candidates: bool [P, entries], once the candidate source has run.
         tail: what the decoder half computes, if not this whole step.
         entries_stored: whether this is such a tail, whose owner's entries were stored for all rows.
     """
 
     rows: StepRows
+    host: StepRows
     pools: CachePools
     ropes: Ropes
     window_records: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, Tensor] = field(default_factory=dict)
     index_keys: dict[int, Tensor] = field(default_factory=dict)
     chosen: dict[int, Chosen] = field(default_factory=dict)
+    picked: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
     tail: Tail | None = None
     entries_stored: bool = False
@@ -101,7 +105,7 @@ class Step(LayerContext):
             num_accepted: int64 [S], how many rows of each sequence count, from its first; 0 leaves
                 the sequence as it was.
         """
-        rows = self.rows
+        rows, device = self.host, self.pools.slots.device
         ring_size = self.pools.layout.ring_size
         real = slice(0, rows.num_rows)
         seqs, within = rows.seqs[real], rows.within[real]
@@ -109,12 +113,14 @@ class Step(LayerContext):
         (kept,) = torch.nonzero(
             (within < accepted) & (within >= accepted - ring_size), as_tuple=True
         )
-        slots, places = rows.slots[kept], rows.positions[kept] % ring_size
+        slots, places = rows.slots[kept].to(device), (rows.positions[kept] % ring_size).to(device)
+        kept = kept.to(device)
         for ring, records in self.window_records.items():
             self.pools.rings[slots, ring, places] = records[kept]
         # Only a token at an even position waits, and only the last one.
         waiting = (within == accepted - 1) & (rows.positions[real] % 2 == 0)
         (kept,) = torch.nonzero(waiting, as_tuple=True)
+        slots, kept = rows.slots[kept].to(device), kept.to(device)
         for owner, pairs in self.pending.items():
             i = self.pools.layout.pair_owners.index(owner)
-            self.pools.pairs[rows.slots[kept], i] = pairs[kept]
+            self.pools.pairs[slots, i] = pairs[kept]

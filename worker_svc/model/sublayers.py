@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.hyper import Mix, MixWeights, collapse, expand, mix
-from phalanx.kernels.reference.rows import rms_norm
+from phalanx.kernels.ops import collapse, expand, mix, rms_norm
+from phalanx.kernels.reference.hyper import Mix, MixWeights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import AttentionWeights, LayerWeights
 from phalanx.worker_svc.model.moe import Experts, moe
@@ -62,3 +63,10 @@ def _mix(config: ModelConfig, weights: MixWeights, h: Tensor) -> Mix:
         hc_eps=config.hc_eps,
         eps=config.rms_norm_eps,
     )
+
+
+def first_weights(h: Tensor) -> Tensor:
+    """With what the first layer reads the stream [P, n, D]: its first copy alone, float32 [P, n]."""
+    pre = torch.zeros(h.shape[:2], device=h.device)
+    pre[:, 0] = 1
+    return pre

@@ -1,0 +1,93 @@
+"""The operations of the forward pass, as the model calls them: each runs where its first argument lies.
+
+On a CPU these are the functions of `kernels.reference`, unchanged. On a GPU the registry chooses.
+What is not here is used as it stands in `kernels.reference`, on any device.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.reference import (
+    compressor,
+    engram,
+    experts,
+    hyper,
+    indexer,
+    paged,
+    quant,
+    rope,
+    router,
+    rows,
+)
+from phalanx.kernels.reference import linear as products
+from phalanx.kernels.reference import sample as sampler
+from phalanx.kernels.reference import swiglu as activation
+from phalanx.kernels.registry import DEEP_GEMM, FLASH_MLA, Operation
+
+
+class ExpertPool(Protocol):
+    """The expert slots of one layer, as `run_experts` reads them."""
+
+    @property
+    def is_cuda(self) -> bool: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def put(
+        self, slot: int, w1: Tensor, s1: Tensor, w3: Tensor, s3: Tensor, w2: Tensor, s2: Tensor
+    ) -> None:
+        """Fill a slot: codes int8 [out, in/2] and ue8m0 uint8 [out, in/32] of gate, up and down."""
+
+    def widen(self, num_slots: int) -> None:
+        """Make room for more experts."""
+
+
+matmul_rows = Operation("matmul", rows.matmul_rows, "linear:matmul_rows")
+linear = Operation("FP8 linear", products.linear, "linear:linear", (DEEP_GEMM,))
+grouped_linear = Operation("grouped linear", products.grouped_linear, "linear:grouped_linear")
+run_experts: Operation[..., Tensor] = Operation(  # each takes a pool of its own kind
+    "FP4 experts", experts.run_experts, "experts:run_experts", (DEEP_GEMM,)
+)
+
+sparse_attention = Operation(
+    "sparse attention", paged.sparse_attention, "attention:sparse_attention", (FLASH_MLA,)
+)
+block_attention = Operation("draft attention", paged.block_attention, "attention:block_attention")
+paged_scores = Operation("index scores", paged.paged_scores, "indexer:paged_scores", (DEEP_GEMM,))
+select_top = Operation("index top-k", indexer.select_top, "topk:select_top")
+candidate_mask = Operation("candidate blocks", indexer.candidate_mask, "topk:candidate_mask")
+pool_pairs = Operation("compressor", compressor.pool_pairs, "compressor:pool_pairs")
+
+mix = Operation("mHC mix", hyper.mix, "hyper:mix")
+collapse = Operation("mHC collapse", hyper.collapse, "hyper:collapse")
+expand = Operation("mHC expand", hyper.expand, "hyper:expand")
+mean_copies = Operation("tap", hyper.mean_copies, "hyper:mean_copies")
+rms_norm = Operation("RMSNorm", rows.rms_norm, "rows:rms_norm")
+rotate = Operation("RoPE", rope.rotate, "rows:rotate")
+swiglu = Operation("SwiGLU", activation.swiglu, "rows:swiglu")
+route = Operation("gate", router.route, "router:route")
+engram_gate = Operation("Engram gate", engram.gate, "engram:gate")
+add_value = Operation("Engram value", engram.add_value, "engram:add_value")
+
+q8_roundtrip = Operation("Q8", quant.q8_roundtrip, "rows:q8_roundtrip")
+qf4_idx_roundtrip = Operation("QF4 of index queries", quant.qf4_idx_roundtrip)
+encode_window = Operation("window record", quant.encode_window, "quant:encode_window")
+decode_window = Operation("window vector", quant.decode_window, "quant:decode_window")
+encode_compressed = Operation("entry record", quant.encode_compressed, "quant:encode_compressed")
+decode_compressed = Operation("entry vector", quant.decode_compressed, "quant:decode_compressed")
+encode_index_key = Operation("index key record", quant.encode_index_key, "quant:encode_index_key")
+decode_index_key = Operation("index key", quant.decode_index_key, "quant:decode_index_key")
+
+sample = Operation("sampler", sampler.sample, "sample:sample")
+
+
+def expert_pool(num_slots: int, hidden: int, inter: int, device: torch.device) -> ExpertPool:
+    """Slots for the experts of one layer on a GPU, in the form that `run_experts` reads there."""
+    if run_experts.has_kernel():
+        from phalanx.kernels.triton.expert_pool import ExpertPool as PackedPool
+
+        return PackedPool.empty(num_slots, hidden, inter, device)
+    return experts.ExpertPool.empty(num_slots, hidden, inter, device)

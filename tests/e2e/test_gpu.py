@@ -1,0 +1,127 @@
+"""A node that computes on a GPU: every stream is the same alone and in company, in small and in large
+portions, preempted or not, and nothing is left.
+
+PHALANX_TEST_DEVICE=cpu runs the same on the CPU, to try the test itself.
+"""
+
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e.node import wait_for
+from phalanx.protocol.messages import Sampling
+from phalanx.services.client import Spec
+from phalanx.testing.node import Node, Streams
+from worker_svc import full_dims
+
+DEVICE = os.environ.get("PHALANX_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.process,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU"),
+]
+_READ_S = 500.0
+
+
+def specs(lengths: Sequence[int], max_tokens: int, vocab: int) -> list[Spec]:
+    """Prompts of these lengths; greedy, sampled, with penalties, and with two sequences."""
+    rng = random.Random(3)
+    found = []
+    for i, length in enumerate(lengths):
+        sampling = Sampling(
+            seed=i,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=(0.0, 1.0, 0.7)[i % 3],
+            top_p=(1.0, 0.9)[i % 2],
+            frequency_penalty=0.4 * (i % 4 == 3),
+        )
+        ids = [rng.randrange(10, vocab) for _ in range(length)]
+        found.append(Spec(ids, sampling, n=1 + (i % 7 == 5)))
+    return found
+
+
+def config_file(directory: Path, **scheduler: int | str) -> Path:
+    """Of a node with these settings of the scheduler; `num_blocks` is the worker's."""
+    blocks = scheduler.pop("num_blocks", 0)
+    path = directory / "node.json"
+    document = {"scheduler": scheduler, "worker": {"num_blocks": blocks, "host_weights": False}}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def run_alone(node: Node, wanted: list[Spec], count: int) -> Streams:
+    """The first `count` requests, one after the other."""
+    found: Streams = {}
+    for position, spec in enumerate(wanted[:count]):
+        for (_, index), stream in node.run([spec], timeout=_READ_S).items():
+            found[position, index] = stream
+    return found
+
+
+def check(
+    start: Callable[..., Node],
+    model: str,
+    wanted: list[Spec],
+    small: dict[str, int | str],
+    alone: int,
+) -> None:
+    """One node with plenty of everything, then one with little: the same streams."""
+    options = ("--device", DEVICE, "--model", model)
+    with tempfile.TemporaryDirectory() as scratch:
+        node = start(1, *options, "--config", config_file(Path(scratch)))
+        together = timed("together", lambda: node.run(wanted, timeout=_READ_S))
+        assert len(together) == sum(spec.n for spec in wanted)
+        assert {stream[0] for stream in together.values()} == {"length"}
+        for place, stream in timed("alone", lambda: run_alone(node, wanted, alone)).items():
+            assert stream == together[place], place
+        wait_for(node.whole, 60, "every block and slot back")
+        node.stop()
+        poor = start(1, *options, "--config", config_file(Path(scratch), **small))
+        again = timed("small portions, few blocks", lambda: poor.run(wanted, timeout=_READ_S))
+        wait_for(poor.whole, 60, "every block and slot back")
+        poor.stop()
+    assert again == together
+
+
+def timed(name: str, work: Callable[[], Streams]) -> Streams:
+    started = time.monotonic()
+    found = work()
+    print(f"{name}: {time.monotonic() - started:.1f} s, {len(found)} streams")
+    return found
+
+
+def test_streams_of_a_small_model(start_node: Callable[..., Node]) -> None:
+    lengths = [1, 2, 9, 17, 130, 300, 40, 129, 500, 33, 5, 64]
+    small: dict[str, int | str] = {"max_num_batched_tokens": 64, "num_blocks": 14}
+    check(start_node, "random-tiny", specs(lengths, 40, 500), small, alone=5)
+
+
+@pytest.fixture(scope="module")
+def full_model() -> Iterator[Path]:
+    """Four layers with every dimension of the full model: about 30 GB with all experts."""
+    scratch = Path(tempfile.mkdtemp(prefix="phalanx-full-"))
+    try:
+        full_dims.write(scratch / "model", seed=1, shape=full_dims.FOUR_LAYERS)
+        yield scratch / "model"
+    finally:
+        shutil.rmtree(scratch)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE != "cuda", reason="too large for a small machine")
+def test_streams_of_four_full_layers(full_model: Path, start_node: Callable[..., Node]) -> None:
+    """A prompt of 32k tokens among 64 streams."""
+    rng = random.Random(4)
+    lengths = [32_768, *(rng.choice((3, 60, 129, 400, 1000)) for _ in range(63))]
+    small: dict[str, int | str] = {"max_num_batched_tokens": 512, "num_blocks": 600}
+    check(start_node, str(full_model), specs(lengths, 48, 129_000), small, alone=6)

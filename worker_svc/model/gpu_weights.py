@@ -1,0 +1,66 @@
+"""A rank's weights on its GPU: matrices and experts as the checkpoint stores them, tables with the host."""
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.matrix import Fp8Matrix, Matrix
+from phalanx.kernels.ops import ExpertPool, expert_pool
+from phalanx.worker_svc.model.checkpoint import Expert, Weights
+from phalanx.worker_svc.model.shards import Checkpoint
+from phalanx.worker_svc.model.tensors import expert_names
+
+
+class GpuWeights(Weights):
+    """The tensors of one rank on one GPU.
+
+    Nothing is held twice: what `take` and `take_matrix` hand over is copied from the checkpoint when
+    asked for, and experts are written into the layer's slots.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        super().__init__(checkpoint, dequantize=False)
+        self.device = device
+        self._pools: list[ExpertPool] = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A plain tensor (bf16 or float32), or a quantized linear as float32 [out, in], on the GPU."""
+        if name in self._plain:
+            return self._plain[name].to(self.device)
+        return self._fp8(name).dequantize()
+
+    def take(self, name: str) -> Tensor:
+        return self[name].float()
+
+    def take_matrix(self, name: str) -> Matrix:
+        return self[name] if name in self._plain else self._fp8(name)
+
+    def _fp8(self, name: str) -> Fp8Matrix:
+        codes, scales = self.packed(name)
+        return Fp8Matrix(codes.to(self.device), scales.to(self.device))
+
+    def pool(self, layer: int) -> ExpertPool:
+        return self._pools[layer]
+
+    def load_expert(self, layer: int, expert: int) -> Expert | None:
+        """Nothing: the checkpoint's bytes are read when the slot is filled."""
+        return None
+
+    def put_expert(self, layer: int, slot: int, expert: int, matrices: Expert | None) -> None:
+        parts = [
+            part.to(self.device)
+            for name in expert_names(self.config, layer, expert)
+            for part in self.packed(name)
+        ]
+        self._pools[layer].put(slot, *parts)
+        self._slots[layer][slot] = expert
+
+    def widen(self, layer: int, slots: int) -> None:
+        have = len(self._slots[layer])
+        if slots > have:
+            self._slots[layer] += [-1] * (slots - have)
+            self._pools[layer].widen(slots)
+
+    def _make_slots(self, num_slots: int) -> None:
+        c = self.config
+        pool = expert_pool(num_slots, c.hidden_size, c.moe_intermediate_size, self.device)
+        self._pools.append(pool)
