@@ -193,12 +193,17 @@ def _sweep(limits: Ceilings) -> Iterator[Figure]:
                         f"few {label} / {count}",
                         {**tiles, "splits": count, "many": 0},
                     )
+    for name, splits in few_splits.items():
+        for num_rows in (1, 16, 64):
+            case = _Case(by_name[name], num_rows)
+            for count in splits:
+                for early in (0, 1):
+                    settings = {"early": early, "splits": count, "many": 0}
+                    yield from _tried(limits, case, f"early {early} / {count}", settings)
     many = [
         (f"{r}x{n} w{w} s{s}", {"BLOCK_R": r, "BLOCK_N": n, "num_warps": w, "num_stages": s})
         for r, n, w, s in (
             (128, 128, 8, 3),
-            (128, 128, 8, 4),
-            (128, 128, 4, 4),
             (128, 256, 8, 3),
             (128, 256, 8, 4),
         )

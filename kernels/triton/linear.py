@@ -64,9 +64,8 @@ def linear(
 
     Args: x bf16 or float32 [R, K], weight [N, K]. Returns [R, N].
     """
-    return matmul_rows(
-        q8_roundtrip(x), weight, rounded=True, out_dtype=out_dtype, settings=settings
-    )
+    quantized = q8_roundtrip(x, settings=settings)
+    return matmul_rows(quantized, weight, rounded=True, out_dtype=out_dtype, settings=settings)
 
 
 def grouped_linear(
@@ -88,7 +87,7 @@ def grouped_linear(
     return _product(x, weights, True, out_dtype, settings).flatten(1)
 
 
-def q8_roundtrip(x: Tensor) -> Tensor:
+def q8_roundtrip(x: Tensor, *, settings: Config | None = None) -> Tensor:
     """What is left of x after Q8, as bf16: [R, K] -> [R, K]. Equal to the reference for finite x."""
     rows, depth = x.shape
     if x.stride(1) != 1:
@@ -97,7 +96,14 @@ def q8_roundtrip(x: Tensor) -> Tensor:
     if rows:
         block = min(triton.next_power_of_2(depth), 2048)
         linear_kernels.q8_rows[(rows, triton.cdiv(depth, block))](
-            x, out, rows, depth, x.stride(0), BLOCK_K=block, num_warps=4
+            x,
+            out,
+            rows,
+            depth,
+            x.stride(0),
+            BLOCK_K=block,
+            num_warps=4,
+            **_early(settings),
         )
     return out
 
@@ -209,10 +215,11 @@ def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config
         GROUPS=groups,
         SPLITS=splits,
         FP8=fp8,
+        **_early(settings),
         ROUND=int(rounded and splits == 1),
         **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
     )
-    _sum(target, out, rounded)
+    _sum(target, out, rounded, settings)
 
 
 def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
@@ -258,7 +265,7 @@ def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Conf
         ROUND=int(rounded and splits == 1),
         **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
     )
-    _sum(target, out, rounded)
+    _sum(target, out, rounded, settings)
 
 
 def dequantize(weight: Fp8Matrix) -> Tensor:
@@ -285,12 +292,25 @@ def _parts(splits: int, out: Tensor) -> Tensor:
     return torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
 
 
-def _sum(parts: Tensor, out: Tensor, rounded: bool) -> None:
+def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> None:
     if parts is not out:
         block = 1024
         linear_kernels.sum_splits[(triton.cdiv(out.numel(), block),)](
-            parts, out, out.numel(), SPLITS=parts.shape[0], ROUND=rounded, BLOCK=block, num_warps=4
+            parts,
+            out,
+            out.numel(),
+            SPLITS=parts.shape[0],
+            ROUND=rounded,
+            BLOCK=block,
+            num_warps=4,
+            **_early(settings),
         )
+
+
+def _early(settings: Config | None) -> dict[str, bool]:
+    """Whether a kernel is launched while the one before it still runs."""
+    early = (settings or {}).get("early", 0) == 1
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _tiles(settings: Config, *names: str) -> Config:

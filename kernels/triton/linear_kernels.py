@@ -85,6 +85,34 @@ def _round(x):
 
 
 @triton.jit
+def _after_the_last_kernel(EARLY: tl.constexpr):
+    """Wait for the kernels before this one, and let the next one be launched up to this line.
+
+    With EARLY a kernel is launched while the one before still runs: everything that one may have
+    written, or still reads, is touched below this line alone.
+    """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _prefetch(rows, num_bytes, NUM_ROWS: tl.constexpr):
+    """Bring so many bytes from each of these addresses (int64 [NUM_ROWS]) into the L2."""
+    lines = tl.arange(0, 4)[None, :] * 128
+    for start in range(0, num_bytes, 512):
+        at = rows[:, None] + tl.minimum(start + lines, num_bytes - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _store(out, product, mask, ROUND):
     product = tl.where(ROUND != 0, _round(product).to(tl.float32), product)
     tl.store(out, product.to(out.dtype.element_ty), mask=mask)
@@ -104,6 +132,7 @@ def few_rows(
     SPLITS,
     ROUND,  # whether to round to bf16 values
     FP8: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,6 +154,10 @@ def few_rows(
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
     blocks = tl.cdiv(N, 32)
     s_at = scales + group * blocks * (K // 32) + split * depth // 32
+    if EARLY:  # weights are written by no kernel
+        at = (w + w_row * K + split * depth).to(tl.int64)
+        _prefetch(at, depth if FP8 else 2 * depth, BLOCK_N)
+    _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for _ in range(0, depth, BLOCK_K):
         weight = tl.load(w_at)
@@ -232,8 +265,17 @@ def float_rows(
 
 
 @triton.jit(do_not_specialize=["count"])
-def sum_splits(parts, out, count, SPLITS: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr):
+def sum_splits(
+    parts,
+    out,
+    count,
+    SPLITS: tl.constexpr,
+    ROUND: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """[S, count] -> [count], the splits added in their order."""
+    _after_the_last_kernel(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.load(parts + at, mask=mask, other=0.0)
@@ -256,8 +298,9 @@ def dequantize(w, scales, out, N, K, BLOCK_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R"])
-def q8_rows(x, out, R, K, stride_x, BLOCK_K: tl.constexpr):
+def q8_rows(x, out, R, K, stride_x, EARLY: tl.constexpr, BLOCK_K: tl.constexpr):
     """Q8 and back (`kernels.reference.quant.q8_roundtrip`), bf16. Grid: (R, ceil(K / BLOCK_K))."""
+    _after_the_last_kernel(EARLY)
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = k < K

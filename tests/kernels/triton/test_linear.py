@@ -15,13 +15,13 @@ TOLERANCE = 2**-8  # and what rounding to bf16 adds, of the value
 
 def values(*shape: int, device: torch.device) -> Tensor:
     """bf16 values of many magnitudes, signs mixed, as float32."""
-    x = torch.randn(shape) * torch.randn(shape).exp2()
-    return round_bf16(x).to(device)
+    x = torch.randn(shape, device=device) * torch.randn(shape, device=device).exp2()
+    return round_bf16(x)
 
 
 def fp8(rows: int, columns: int, device: torch.device) -> Fp8Matrix:
-    spread = torch.randint(-4, 3, (rows, columns)).float().exp2()
-    return Fp8Matrix(*quant.quant_fp8_block(torch.randn(rows, columns) * spread)).to(device)
+    spread = torch.randint(-4, 3, (rows, columns), device=device).float().exp2()
+    return Fp8Matrix(*quant.quant_fp8_block(torch.randn(rows, columns, device=device) * spread))
 
 
 def dense(weight: Matrix) -> Tensor:
