@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from phalanx.bench.kernels.harness import Ceilings, Figure, time_us
 from phalanx.kernels.triton.configs import Config
-from phalanx.kernels.triton.experts import ExpertPool, run_experts, settings_for
+from phalanx.kernels.triton.experts import ExpertPool, key_for, run_experts
 
 HIDDEN: Final = 5120
 INTER: Final = 2304
@@ -133,45 +133,66 @@ def _alternative(case: _Case) -> tuple[str, float]:
 
 # --- Settings -----------------------------------------------------------------------------------
 
-_FEW_UP: Final = ((64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 8, 3), (128, 8, 4), (128, 4, 4))
-_FEW_DOWN: Final = ((64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (256, 8, 4))
-_MANY_UP: Final = ((128, 8, 2), (128, 8, 3), (128, 8, 4), (64, 4, 3))
-_MANY_DOWN: Final = ((256, 8, 2), (256, 8, 3), (256, 8, 4), (128, 4, 3), (128, 8, 4))
+_Kernel = tuple[int, int, int, int]  # outputs, pieces, warps, stages
+
+_FEW_UP: Final = (
+    (64, 4, 4, 3),
+    (64, 4, 4, 4),
+    (64, 4, 4, 5),
+    (64, 1, 4, 3),
+    (64, 1, 4, 4),
+    (128, 4, 8, 4),
+    (128, 1, 8, 3),
+)
+_FEW_DOWN: Final = (
+    (64, 4, 4, 5),
+    (64, 1, 4, 4),
+    (64, 1, 4, 6),
+    (128, 4, 4, 4),
+    (128, 1, 4, 4),
+    (128, 1, 8, 4),
+)
+_MANY_UP: Final = ((128, 4, 8, 3), (128, 1, 8, 2), (128, 1, 8, 3), (128, 1, 8, 4), (64, 1, 4, 3))
+_MANY_DOWN: Final = ((256, 1, 8, 2), (256, 1, 8, 3), (256, 1, 8, 4), (128, 1, 8, 4), (128, 1, 4, 3))
+# Pairs to time, and the tile heights to compare at them.
+_TRIALS: Final = (
+    (64, ((16, 0),)),
+    (512, ((32, 0), (16, 0))),
+    (1536, ((64, 0), (32, 16))),
+    (3072, ((64, 16), (64, 32), (128, 0))),
+    (4096, ((64, 32), (128, 0))),
+    (12288, ((128, 0), (64, 32))),
+)
 
 
-def candidates(settings: Config) -> Iterator[Config]:
-    """Settings to try in place of these: one kernel's at a time."""
+def candidates(settings: Config, part: str) -> Iterator[Config]:
+    """Settings of one kernel to try in place of these."""
     few = settings["m"] + settings["more"] <= 32
-    for part, choices in (
-        ("up", _FEW_UP if few else _MANY_UP),
-        ("down", _FEW_DOWN if few else _MANY_DOWN),
-    ):
-        for n, warps, stages in choices:
-            yield settings | {
-                f"{part}_n": n,
-                f"{part}_warps": warps,
-                f"{part}_stages": stages,
-            }
+    up, down = (_FEW_UP, _FEW_DOWN) if few else (_MANY_UP, _MANY_DOWN)
+    for n, pieces, warps, stages in up if part == "up" else down:
+        kernel = {"n": n, "pieces": pieces, "warps": warps, "stages": stages}
+        yield settings | {f"{part}_{name}": value for name, value in kernel.items()}
 
 
 def tune(limits: Ceilings, report: Callable[[str], None] = print) -> dict[str, dict[str, Config]]:
-    """The fastest settings of each tile height, for `configs.json`; every trial is reported."""
+    """The fastest settings of each number of pairs a slot, for `configs.json`.
+
+    Every trial is reported. About 40 s, most of it compilation.
+    """
     pool = _pool(48)
     table: dict[str, Config] = {}
-    for num_pairs in (64, 512, 1536, 3072, 4096, 12288):
+    for num_pairs, heights in _TRIALS:
         case = _Case(pool, num_pairs)
-        base = settings_for(num_pairs, 48, HIDDEN, INTER)
-        best, best_us = base, _trial(case, base, report)
+        key, default = key_for(num_pairs, 48, HIDDEN, INTER)
+        trials = [default | {"m": m, "more": more} for m, more in heights]
+        times = [_trial(case, trial, report) for trial in trials]
+        best_us, best = min(zip(times, trials, strict=True), key=lambda timed: timed[0])
         for part in ("up", "down"):
-            keys = {f"{part}_n", f"{part}_warps", f"{part}_stages"}
-            for trial in candidates(best):
-                changed = {key for key in trial if trial[key] != best[key]}
-                if not changed or not changed <= keys:
-                    continue
+            for trial in candidates(best, part):
                 us = _trial(case, trial, report)
                 if us < best_us:
-                    best, best_us = trial, us
-        table[f"{HIDDEN}x{INTER}@{base['m'] + base['more']}"] = best
+                    best_us, best = us, trial
+        table[key] = best
     return {"experts": table}
 
 
@@ -179,7 +200,7 @@ def _trial(case: _Case, settings: Config, report: Callable[[str], None]) -> floa
     try:
         us = time_us(lambda: case.run(settings))
     except OutOfResources as error:  # does not fit the GPU: a candidate less
-        report(f"{case.num_pairs} pairs {settings}: {type(error).__name__} {error}"[:200])
+        report(f"experts, {case.num_pairs} pairs {list(settings.values())}: {error}")
         return float("inf")
-    report(f"{case.num_pairs} pairs {list(settings.values())}: {us:.1f} us")
+    report(f"experts, {case.num_pairs} pairs {list(settings.values())}: {us:.1f} us")
     return us

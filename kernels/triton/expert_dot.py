@@ -95,8 +95,33 @@ def unpack(word: tl.tensor, scale: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def left_operand(
+    word: tl.tensor, scale: tl.tensor, PIECE: tl.constexpr, PIECES: tl.constexpr, N: tl.constexpr
+) -> tl.tensor:
+    """The weights of one product: all 128 columns, or those of one of 2 or 4 pieces.
+
+    A long product lets the tensor cores run on while the next weights are unpacked; short ones
+    need fewer registers. All go through the columns in the same order.
+    """
+    if PIECES == 4:
+        return unpack(word, scale, PIECE)
+    elif PIECES == 2:
+        return _beside(unpack(word, scale, 2 * PIECE), unpack(word, scale, 2 * PIECE + 1), N, 32)
+    else:
+        first = _beside(unpack(word, scale, 0), unpack(word, scale, 1), N, 32)
+        second = _beside(unpack(word, scale, 2), unpack(word, scale, 3), N, 32)
+        return _beside(first, second, N, 64)
+
+
+@triton.jit
+def _beside(a: tl.tensor, b: tl.tensor, N: tl.constexpr, K: tl.constexpr) -> tl.tensor:
+    """[N, K] and [N, K] -> [N, 2 K]. Moves nothing: each value stays in its thread's register."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, 2 * K))
+
+
+@triton.jit
 def product(left: tl.tensor, right: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """total + left @ right: bf16 [N, 32] and bf16 [32, M] in float32 [N, M]."""
+    """total + left @ right: bf16 [N, K] and bf16 [K, M] in float32 [N, M]."""
     if PLAIN:  # the interpreter multiplies the bits of bf16 operands
         return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
     return tl.dot(left, right, total)

@@ -14,57 +14,63 @@ import triton.language as tl
 from torch import Tensor
 
 from phalanx.kernels.triton.configs import Config, config
-from phalanx.kernels.triton.expert_dot import product, q8_roundtrip, swiglu, to_bf16, unpack
+from phalanx.kernels.triton.expert_dot import (
+    left_operand,
+    product,
+    q8_roundtrip,
+    swiglu,
+    to_bf16,
+)
 from phalanx.kernels.triton.expert_groups import group_pairs
 from phalanx.kernels.triton.expert_pool import ExpertPool
 
-__all__ = ["ExpertPool", "run_experts", "settings_for"]
+__all__ = ["DEFAULTS", "ExpertPool", "key_for", "run_experts"]
 
 
-def _settings(m: int, more: int, up: tuple[int, int, int], down: tuple[int, int, int]) -> Config:
+_Kernel = tuple[int, int, int, int]
+
+
+def _settings(m: int, more: int, up: _Kernel, down: _Kernel) -> Config:
+    names = "n", "pieces", "warps", "stages"  # outputs of a program, products a K step
     return {
         "m": m,  # pairs of a tile: one product of m, and one of `more` beside it
         "more": more,
-        "up_n": up[0],  # outputs of a program
-        "up_warps": up[1],
-        "up_stages": up[2],
-        "down_n": down[0],
-        "down_warps": down[1],
-        "down_stages": down[2],
+        **{f"up_{name}": value for name, value in zip(names, up, strict=True)},
+        **{f"down_{name}": value for name, value in zip(names, down, strict=True)},
     }
 
 
 # For up to so many pairs a slot on average: few pairs are bound by the weights' bytes, many by the
 # products, and then padding counts. None of it changes a bit of a pair.
-DEFAULTS: Final = (
-    (8.0, _settings(16, 0, (64, 4, 4), (128, 4, 4))),
-    (20.0, _settings(32, 0, (64, 4, 4), (128, 4, 4))),
-    (44.0, _settings(64, 0, (128, 8, 3), (256, 8, 3))),
-    (68.0, _settings(64, 16, (128, 8, 3), (256, 8, 3))),
-    (90.0, _settings(64, 32, (128, 8, 3), (256, 8, 3))),
-    (float("inf"), _settings(128, 0, (128, 8, 3), (256, 8, 3))),
-)
+DEFAULTS: Final = {
+    8: _settings(16, 0, (64, 4, 4, 4), (128, 4, 4, 4)),
+    20: _settings(32, 0, (64, 4, 4, 4), (128, 4, 4, 4)),
+    44: _settings(64, 0, (128, 1, 8, 3), (256, 1, 8, 3)),
+    68: _settings(64, 16, (128, 1, 8, 3), (256, 1, 8, 3)),
+    90: _settings(64, 32, (128, 1, 8, 3), (256, 1, 8, 3)),
+    1 << 30: _settings(128, 0, (128, 1, 8, 3), (256, 1, 8, 3)),
+}
 
 
-def settings_for(num_pairs: int, num_slots: int, hidden: int, inter: int) -> Config:
-    """The settings of a launch, which depend on the number of pairs and never on where they go."""
+def key_for(num_pairs: int, num_slots: int, hidden: int, inter: int) -> tuple[str, Config]:
+    """The name of a launch's settings in the table, and what they are without a table.
+
+    They depend on the number of pairs and never on where these go.
+    """
     mean = num_pairs / max(1, min(num_pairs, num_slots))
-    for most, default in DEFAULTS:
-        if mean <= most:
-            height = default["m"] + default["more"]
-            return config("experts", f"{hidden}x{inter}@{height}", default)
-    raise AssertionError(mean)
+    most = min(most for most in DEFAULTS if mean <= most)
+    return f"{hidden}x{inter}@{most}", DEFAULTS[most]
 
 
 @triton.jit
 def _read_rows(
-    pointers: tl.tensor, column: tl.tensor, mask: tl.tensor, WIDTH: tl.constexpr, EVEN: tl.constexpr
+    pointers: tl.tensor, column: tl.tensor, mask: tl.tensor, ALL: tl.constexpr, EVEN: tl.constexpr
 ) -> tl.tensor:
-    """Rows of 32 columns as the right operand: [M, 32] at `pointers` -> [32, M]."""
+    """Some columns of the rows as the right operand: [M, K] at `pointers` -> bf16 [K, M]."""
     if EVEN:
         x = tl.load(pointers, mask=mask[:, None], other=0.0)
     else:
-        x = tl.load(pointers, mask=mask[:, None] & (column < WIDTH)[None, :], other=0.0)
+        x = tl.load(pointers, mask=mask[:, None] & (column < ALL)[None, :], other=0.0)
     return tl.trans(x.to(tl.bfloat16))
 
 
@@ -87,6 +93,7 @@ def _up_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
     MORE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     ROW_TILES: tl.constexpr = (INTER + 63) // 64
     K_TILES: tl.constexpr = (HIDDEN + 127) // 128
@@ -101,6 +108,8 @@ def _up_kernel(
 
     n = tl.arange(0, N)
     c = tl.arange(0, 32)
+    WIDTH: tl.constexpr = 128 // PIECES
+    x_c = tl.arange(0, WIDTH)
     matrix = slot * (2 * ROW_TILES * K_TILES)
     # A block that is wider than what is left reads the last tile again and stores nothing of it.
     row_tile = tl.minimum(block * (N // 64) + n // 64, ROW_TILES - 1) * K_TILES
@@ -111,7 +120,7 @@ def _up_kernel(
     mask0 = m0 < count
     pair0 = tl.load(order_ptr + first + m0, mask=mask0, other=0)
     row0 = tl.load(row_index_ptr + pair0, mask=mask0, other=0) if INDEXED else pair0
-    x0 = x_ptr + (row0.to(tl.int64) * stride)[:, None] + c[None, :]
+    x0 = x_ptr + (row0.to(tl.int64) * stride)[:, None] + x_c[None, :]
     gate0 = tl.zeros((N, M), tl.float32)
     up0 = tl.zeros((N, M), tl.float32)
     if MORE > 0:
@@ -119,7 +128,7 @@ def _up_kernel(
         mask1 = m1 < count
         pair1 = tl.load(order_ptr + first + m1, mask=mask1, other=0)
         row1 = tl.load(row_index_ptr + pair1, mask=mask1, other=0) if INDEXED else pair1
-        x1 = x_ptr + (row1.to(tl.int64) * stride)[:, None] + c[None, :]
+        x1 = x_ptr + (row1.to(tl.int64) * stride)[:, None] + x_c[None, :]
         gate1 = tl.zeros((N, MORE), tl.float32)
         up1 = tl.zeros((N, MORE), tl.float32)
 
@@ -128,15 +137,15 @@ def _up_kernel(
         up_words = tl.load(words + ROW_TILES * K_TILES * 2048)
         gate_scales = tl.load(scales)
         up_scales = tl.load(scales + ROW_TILES * K_TILES * 64)
-        for place in tl.static_range(4):
-            column = k * 128 + 32 * place + c
-            gate = unpack(gate_words, gate_scales, place)
-            up = unpack(up_words, up_scales, place)
-            right0 = _read_rows(x0 + 32 * place, column, mask0, HIDDEN, EVEN)
+        for piece in tl.static_range(PIECES):
+            column = k * 128 + WIDTH * piece + x_c
+            gate = left_operand(gate_words, gate_scales, piece, PIECES, N)
+            up = left_operand(up_words, up_scales, piece, PIECES, N)
+            right0 = _read_rows(x0 + WIDTH * piece, column, mask0, HIDDEN, EVEN)
             gate0 = product(gate, right0, gate0)
             up0 = product(up, right0, up0)
             if MORE > 0:
-                right1 = _read_rows(x1 + 32 * place, column, mask1, HIDDEN, EVEN)
+                right1 = _read_rows(x1 + WIDTH * piece, column, mask1, HIDDEN, EVEN)
                 gate1 = product(gate, right1, gate1)
                 up1 = product(up, right1, up1)
         words += 2048
@@ -175,6 +184,7 @@ def _down_kernel(
     N: tl.constexpr,
     M: tl.constexpr,
     MORE: tl.constexpr,
+    PIECES: tl.constexpr,
 ):
     ROW_TILES: tl.constexpr = (HIDDEN + 63) // 64
     K_TILES: tl.constexpr = (INTER + 127) // 128
@@ -189,6 +199,8 @@ def _down_kernel(
 
     n = tl.arange(0, N)
     c = tl.arange(0, 32)
+    WIDTH: tl.constexpr = 128 // PIECES
+    x_c = tl.arange(0, WIDTH)
     output = block * N + n
     m0 = tl.arange(0, M)
     mask0 = m0 < count
@@ -211,20 +223,22 @@ def _down_kernel(
     row_tile = tl.minimum(block * (N // 64) + n // 64, ROW_TILES - 1) * K_TILES
     words = weights_ptr + matrix * 2048 + (row_tile * 2048 + n % 64 * 32)[:, None] + c[None, :]
     scales = scales_ptr + matrix * 64 + row_tile * 64 + n % 64
-    a0 = a_ptr + ((first + m0).to(tl.int64) * INTER)[:, None] + c[None, :]
+    a0 = a_ptr + ((first + m0).to(tl.int64) * INTER)[:, None] + x_c[None, :]
     acc0 = tl.zeros((N, M), tl.float32)
     if MORE > 0:
-        a1 = a_ptr + ((first + m1).to(tl.int64) * INTER)[:, None] + c[None, :]
+        a1 = a_ptr + ((first + m1).to(tl.int64) * INTER)[:, None] + x_c[None, :]
         acc1 = tl.zeros((N, MORE), tl.float32)
     for k in range(K_TILES):
         packed = tl.load(words)
         packed_scales = tl.load(scales)
-        for place in tl.static_range(4):
-            column = k * 128 + 32 * place + c
-            left = unpack(packed, packed_scales, place)
-            acc0 = product(left, _read_rows(a0 + 32 * place, column, mask0, INTER, EVEN), acc0)
+        for piece in tl.static_range(PIECES):
+            column = k * 128 + WIDTH * piece + x_c
+            left = left_operand(packed, packed_scales, piece, PIECES, N)
+            acc0 = product(left, _read_rows(a0 + WIDTH * piece, column, mask0, INTER, EVEN), acc0)
             if MORE > 0:
-                acc1 = product(left, _read_rows(a1 + 32 * place, column, mask1, INTER, EVEN), acc1)
+                acc1 = product(
+                    left, _read_rows(a1 + WIDTH * piece, column, mask1, INTER, EVEN), acc1
+                )
         words += 2048
         scales += 64
         a0 += 128
@@ -277,7 +291,7 @@ def run_experts(
     assert row_index is not None or x_rows.shape[0] == num_pairs
     assert slot_ids.is_contiguous() and pair_weights.is_contiguous()
     assert pair_weights.dtype == torch.float32 and pair_weights.shape == (num_pairs,)
-    chosen = settings or settings_for(num_pairs, pool.num_slots, hidden, inter)
+    chosen = settings or config("experts", *key_for(num_pairs, pool.num_slots, hidden, inter))
     m, more = chosen["m"], chosen["more"]
     order, tiles = group_pairs(slot_ids, pool.num_slots, m + more)
     a = torch.empty((num_pairs, inter), dtype=torch.bfloat16, device=x_rows.device)
@@ -299,6 +313,7 @@ def run_experts(
         N=chosen["up_n"],
         M=m,
         MORE=more,
+        PIECES=chosen["up_pieces"],
         num_warps=chosen["up_warps"],
         num_stages=chosen["up_stages"],
     )
@@ -315,6 +330,7 @@ def run_experts(
         N=chosen["down_n"],
         M=m,
         MORE=more,
+        PIECES=chosen["down_pieces"],
         num_warps=chosen["down_warps"],
         num_stages=chosen["down_stages"],
     )
