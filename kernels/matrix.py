@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.reference.quant import E4M3, GROUP, dequant_fp8_block
 
+LARGEST_SCALE: Final = 127 + 7  # ue8m0
+
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """Rows of e4m3 codes with one power-of-two scale per block of 32 x 32 (model.md B)."""
+    """Rows of e4m3 codes with one power-of-two scale, at most 2^7, per block of 32 x 32 (model.md B)."""
 
     codes: Tensor  # float8_e4m3fn [N, K], contiguous
     scales: Tensor  # ue8m0, uint8 [ceil(N/32), ceil(K/32)], contiguous
@@ -23,6 +26,9 @@ class Fp8Matrix:
             raise TypeError(f"{self.codes.dtype} codes with {self.scales.dtype} scales")
         if tuple(self.scales.shape) != blocks:
             raise ValueError(f"[{rows}, {columns}] codes with {list(self.scales.shape)} scales")
+        # A checkpoint is read on the CPU; elsewhere the check would wait for the device.
+        if self.scales.device.type == "cpu" and bool((self.scales > LARGEST_SCALE).any()):
+            raise ValueError("a scale above 2^7: the products' kernels cannot hold such weights")
 
     @property
     def shape(self) -> torch.Size:

@@ -33,5 +33,7 @@ def test_the_scales_fit_the_codes() -> None:
     whole = matrix(64, 64)
     with pytest.raises(ValueError, match="scales"):
         Fp8Matrix(whole.codes, whole.scales[:1])
+    with pytest.raises(ValueError, match="above"):
+        Fp8Matrix(whole.codes, whole.scales.new_full((2, 2), 135))
     with pytest.raises(TypeError, match="codes"):
         Fp8Matrix(whole.dequantize(), whole.scales)
