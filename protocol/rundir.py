@@ -1,5 +1,6 @@
 """The run directory: sockets, journal, logs and pid files of one node, mode 0700."""
 
+import json
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ PID_FILE = "supervisor.pid"
 LOCK_FILE = "node.lock"
 LOG_DIR = "logs"
 HTTP_FILE = "http.json"  # where the HTTP server listens
+PLAN_FILE = "memory-{seat}.json"  # what a rank's memory goes to, for people
 JOURNAL_FILE = "journal.sqlite"
 _LONGEST = max(
     map(len, (CLIENT_SOCKET, BUS_SOCKET, SUPERVISOR_SOCKET, KVSTORE_SOCKET, EPLB_SOCKET))
@@ -49,3 +51,18 @@ def prepare(run_dir: Path) -> Path:
 def endpoint(run_dir: Path, socket: str) -> str:
     """The ZeroMQ address of one of the node's sockets."""
     return f"ipc://{run_dir / socket}"
+
+
+def write_plan(run_dir: Path, seat: int, plan: list[tuple[str, str]]) -> None:
+    """Say what a rank's memory goes to: (item, size) in the order to be shown."""
+    (run_dir / PLAN_FILE.format(seat=seat)).write_text(json.dumps(dict(plan)))
+
+
+def read_plans(run_dir: Path) -> dict[int, dict[str, str]]:
+    """What the ranks said, by seat; those that said nothing are left out."""
+    found: dict[int, dict[str, str]] = {}
+    for path in run_dir.glob(PLAN_FILE.format(seat="*")):
+        seat = path.stem.removeprefix("memory-")
+        if seat.isdigit():
+            found[int(seat)] = json.loads(path.read_text())
+    return dict(sorted(found.items()))

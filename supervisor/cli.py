@@ -33,6 +33,7 @@ _COMMANDS = {
     "replay": "replay",
     "chaos": "chaos",
     "bench": "bench",
+    "tune": "tune",
 }
 
 

@@ -15,6 +15,7 @@ from phalanx.protocol.placement import (
     initial_placement,
     slots_per_rank,
 )
+from phalanx.protocol.rundir import write_plan
 from phalanx.protocol.service import Service
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.devices import rank_device
@@ -80,8 +81,9 @@ class ModelBackend:
             self._weights.config.hidden_size,
         )
         self._exchange: Exchange | None = None
-        for name, value in self._engine.sizes.lines():
-            service.log.info("memory plan", item=name, size=value)
+        plan = self._engine.sizes.lines()
+        service.log.info("memory plan", **dict(plan))
+        write_plan(config.run_path, service.seat, plan)
 
     def _load(self, device: torch.device) -> Weights:
         """Load what the seat holds in the placement that runs, else in that of a full node.

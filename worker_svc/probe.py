@@ -3,20 +3,14 @@
 A program of its own because it loads torch, which the command line must not.
 """
 
-import importlib.util
 import json
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from phalanx.kernels import ops  # noqa: F401  (fills the registry)
+from phalanx.kernels.registry import choices
 from phalanx.worker_svc.model.invariance import check_invariance
-
-# Import name -> distribution of the vendor kernel libraries (DeepSeek's own builds).
-_VENDOR = {
-    "deep_gemm": "deepinfer-gemm",
-    "flash_mla": "deepinfer-flashmla",
-    "deep_ep": "deepinfer-ep",
-}
 
 
 def probe() -> dict[str, object]:
@@ -33,9 +27,20 @@ def probe() -> dict[str, object]:
         "row-invariant on this CPU": invariant,
         "gpus": gpus,
         "triton": _version("triton"),
-        **{name: _version(package) for name, package in _VENDOR.items() if _present(name)},
-        "kernels": "torch reference on cpu",
+        "exchange": "shared memory of this machine",
+        **_kernels(),
     }
+
+
+def _kernels() -> dict[str, str]:
+    """What every operation runs on the first GPU, and why not something else."""
+    if not torch.cuda.is_available():
+        return {"kernels": "torch reference on cpu"}
+    found = {}
+    for choice in choices(torch.cuda.get_device_capability()):
+        passed = f"; not {', not '.join(choice.passed_over)}" if choice.passed_over else ""
+        found[f"kernel: {choice.operation}"] = f"{choice.implementation} ({choice.why}{passed})"
+    return found
 
 
 def _version(package: str) -> str:
@@ -43,10 +48,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _present(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 if __name__ == "__main__":

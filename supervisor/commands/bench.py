@@ -66,9 +66,9 @@ def _run(name: str, as_json: bool, **arguments: Any) -> None:
     report(module.run(**arguments), as_json)
 
 
-def _in_process(name: str) -> dict[str, Any]:
+def in_process(name: str, *arguments: str) -> dict[str, Any]:
     """Run a benchmark that loads torch, which the command line must not."""
-    command = [sys.executable, "-P", "-m", f"phalanx.bench.{name}"]
+    command = [sys.executable, "-P", "-m", f"phalanx.bench.{name}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PhalanxError(f"the benchmark failed: {done.stderr.strip()[-2000:]}")
@@ -114,7 +114,7 @@ def loop(device: str, as_json: bool) -> None:
 @json_option
 def model(as_json: bool) -> None:
     """The tiny model's forward pass on the CPU, and what exactness costs."""
-    report(_in_process("model"), as_json)
+    report(in_process("model"), as_json)
 
 
 @bench.command()
@@ -164,3 +164,14 @@ def recovery(
 def http(streams: int, as_json: bool) -> None:
     """What HTTP adds to the time to first token, and many streams at once, without a model."""
     _run("http", as_json, streams=streams)
+
+
+@bench.command()
+@click.argument("parts", nargs=-1, metavar="[PART]...")
+@json_option
+def kernels(parts: tuple[str, ...], as_json: bool) -> None:
+    """The GPU's kernels at the full model's dimensions, against limits measured in the same run.
+
+    PART: experts, linear, attention, indexer, fused or sample; all of them if none is named.
+    """
+    report(in_process("kernels", "run", *parts), as_json)

@@ -5,6 +5,7 @@ import time
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ExitCode
 from phalanx.supervisor.commands.common import errors, print_json
+from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.events import Tell
 from phalanx.supervisor.main import run_node
 
@@ -54,6 +55,8 @@ class Narrator:
                 f"[bold]{config.model}[/] on {config.ranks} ranks in {config.run_dir};"
                 " in another terminal: phalanx generate 'Hello'. Ctrl-C stops it."
             )
+            if (plan := memory_plan(config)) is not None:
+                errors.print(plan)
 
 
 def run_in_foreground(config: NodeConfig, as_json: bool) -> ExitCode:

@@ -32,6 +32,7 @@ from phalanx.supervisor.commands.common import (
     print_json,
     run_dir_option,
 )
+from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.lock import FAILED_FILE
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
@@ -94,6 +95,8 @@ def up(
             console.print(
                 f"ready in {status.ready_s:.1f} s: {config.ranks} ranks in {config.run_dir}{at}"
             )
+            if (plan := memory_plan(config)) is not None:
+                console.print(plan)
         return
     from phalanx.supervisor.commands.foreground import run_in_foreground
 
