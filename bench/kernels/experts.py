@@ -4,10 +4,14 @@
 the drawn pairs touch, of the rows and of the results.
 """
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
@@ -54,8 +58,16 @@ class _Case:
         self.weights = torch.rand(num_pairs, device="cuda")
         self.touched = int((torch.bincount(self.slots) > 0).sum())
 
-    def run(self, settings: Config | None = None) -> Tensor:
-        return run_experts(self.pool, self.slots, self.x, self.weights, LIMIT, settings=settings)
+    def run(self, settings: Config | None = None, compile_only: bool = False) -> Tensor:
+        return run_experts(
+            self.pool,
+            self.slots,
+            self.x,
+            self.weights,
+            LIMIT,
+            settings=settings,
+            compile_only=compile_only,
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +84,10 @@ def figures(limits: Ceilings) -> list[Figure]:
     rows: list[Figure] = []
     for num_slots in (48, 384):
         pool = _pool(num_slots)
+        with _compiling():
+            for num_pairs, slots, _ in _SHAPES:
+                if slots == num_slots:
+                    _Case(pool, num_pairs).run(compile_only=True)
         for num_pairs, slots, goal in _SHAPES:
             if slots != num_slots:
                 continue
@@ -177,9 +193,10 @@ def candidates(settings: Config, part: str) -> Iterator[Config]:
 def tune(limits: Ceilings, report: Callable[[str], None] = print) -> dict[str, dict[str, Config]]:
     """The fastest settings of each number of pairs a slot, for `configs.json`.
 
-    Every trial is reported. About 40 s, most of it compilation.
+    Every trial is reported. About a minute, most of it compilation on all cores.
     """
     pool = _pool(48)
+    _compile(pool)
     table: dict[str, Config] = {}
     for num_pairs, heights in _TRIALS:
         case = _Case(pool, num_pairs)
@@ -194,6 +211,24 @@ def tune(limits: Ceilings, report: Callable[[str], None] = print) -> dict[str, d
                     best_us, best = us, trial
         table[key] = best
     return {"experts": table}
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Kernels asked for in the block are compiled side by side, and ready after it."""
+    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+        yield
+
+
+def _compile(pool: ExpertPool) -> None:
+    with _compiling():
+        for num_pairs, heights in _TRIALS:
+            case = _Case(pool, num_pairs)
+            for m, more in heights:
+                base = key_for(num_pairs, 48, HIDDEN, INTER)[1] | {"m": m, "more": more}
+                for part in ("up", "down"):
+                    for settings in (base, *candidates(base, part)):
+                        case.run(settings, compile_only=True)
 
 
 def _trial(case: _Case, settings: Config, report: Callable[[str], None]) -> float:

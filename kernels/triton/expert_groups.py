@@ -9,7 +9,7 @@ from torch import Tensor
 _CHUNK = 1024  # pairs looked at together
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_tiles"])
 def _group_kernel(
     slot_ids_ptr,
     order_ptr,

@@ -6,7 +6,7 @@ to a matrix product, so a pair's bits depend neither on the other pairs nor on t
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -27,16 +27,17 @@ from phalanx.kernels.triton.expert_pool import ExpertPool
 __all__ = ["DEFAULTS", "ExpertPool", "key_for", "run_experts"]
 
 
+_NAMES: Final = "n", "pieces", "warps", "stages"  # outputs of a program, products a K step
+
 _Kernel = tuple[int, int, int, int]
 
 
 def _settings(m: int, more: int, up: _Kernel, down: _Kernel) -> Config:
-    names = "n", "pieces", "warps", "stages"  # outputs of a program, products a K step
     return {
         "m": m,  # pairs of a tile: one product of m, and one of `more` beside it
         "more": more,
-        **{f"up_{name}": value for name, value in zip(names, up, strict=True)},
-        **{f"down_{name}": value for name, value in zip(names, down, strict=True)},
+        **{f"up_{name}": value for name, value in zip(_NAMES, up, strict=True)},
+        **{f"down_{name}": value for name, value in zip(_NAMES, down, strict=True)},
     }
 
 
@@ -260,6 +261,7 @@ def run_experts(
     *,
     row_index: Tensor | None = None,
     settings: Config | None = None,
+    compile_only: bool = False,
 ) -> Tensor:
     """Run (row, expert) pairs; a pair's bits do not depend on the other pairs.
 
@@ -273,6 +275,8 @@ def run_experts(
         limit: of the activation.
         row_index: int32 or int64 [P], the row of `x_rows` [R, D] that each pair multiplies; it
             must be in range also for pairs without a slot.
+        compile_only: make the kernels ready and compute nothing; under `triton.AsyncCompileMode`
+            several sets of settings are compiled side by side.
 
     Returns:
         bf16 [P, D].
@@ -295,7 +299,22 @@ def run_experts(
     m, more = chosen["m"], chosen["more"]
     order, tiles = group_pairs(slot_ids, pool.num_slots, m + more)
     a = torch.empty((num_pairs, inter), dtype=torch.bfloat16, device=x_rows.device)
-    _up_kernel[(triton.cdiv(inter, chosen["up_n"]), tiles.shape[0])](
+    shape: dict[str, int] = {"HIDDEN": hidden, "INTER": inter, "M": m, "MORE": more}
+
+    def launch(kernel: Any, part: str, outputs: int, *args: Any, **constants: bool) -> None:
+        n, pieces, warps, stages = (chosen[f"{part}_{name}"] for name in _NAMES)
+        grid = triton.cdiv(outputs, n), tiles.shape[0]
+        options = shape | constants | {"N": n, "PIECES": pieces}
+        options |= {"num_warps": warps, "num_stages": stages}
+        if compile_only:
+            kernel.warmup(*args, grid=grid, **options)
+        else:
+            kernel[grid](*args, **options)
+
+    launch(
+        _up_kernel,
+        "up",
+        inter,
         x_rows,
         order if row_index is None else row_index.contiguous(),
         pool.up,
@@ -307,17 +326,12 @@ def run_experts(
         a,
         limit,
         x_rows.stride(0),
-        HIDDEN=hidden,
-        INTER=inter,
         INDEXED=row_index is not None,
-        N=chosen["up_n"],
-        M=m,
-        MORE=more,
-        PIECES=chosen["up_pieces"],
-        num_warps=chosen["up_warps"],
-        num_stages=chosen["up_stages"],
     )
-    _down_kernel[(triton.cdiv(hidden, chosen["down_n"]), tiles.shape[0])](
+    launch(
+        _down_kernel,
+        "down",
+        hidden,
         a,
         pool.down,
         pool.down_scales,
@@ -325,13 +339,5 @@ def run_experts(
         order,
         tiles,
         out,
-        HIDDEN=hidden,
-        INTER=inter,
-        N=chosen["down_n"],
-        M=m,
-        MORE=more,
-        PIECES=chosen["down_pieces"],
-        num_warps=chosen["down_warps"],
-        num_stages=chosen["down_stages"],
     )
     return out

@@ -1,5 +1,6 @@
 """Packed experts: exact weights, the reference's results, and bits that no other pair changes."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -259,6 +260,11 @@ def test_full_dimensions_follow_the_reference_with_the_same_bits_in_every_tile(
     count = 700
     slots = torch.randint(0, 6, (count,), generator=torch.Generator().manual_seed(2)).cuda()
     x, weights = drawn_rows(count, 5120).cuda(), drawn_weights(count).cuda()
+    backwards = torch.arange(count - 1, -1, -1, device="cuda")
+    with ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+        for settings in DEFAULTS.values():
+            run_experts(pool, slots, x, weights, LIMIT, settings=settings, compile_only=True)
+        run_experts(pool, slots, x, weights, LIMIT, row_index=backwards, compile_only=True)
     found = run_experts(pool, slots, x, weights, LIMIT)
     expected = _expected(full, slots, x, weights)
     error = (found.float() - expected).norm(dim=1) / expected.norm(dim=1)
@@ -268,7 +274,6 @@ def test_full_dimensions_follow_the_reference_with_the_same_bits_in_every_tile(
     for some in (slice(0, 1), slice(3, 27), slice(100, 356)):
         part = run_experts(pool, slots[some], x[some], weights[some], LIMIT)
         assert torch.equal(part, found[some])
-    backwards = torch.arange(count - 1, -1, -1, device="cuda")
     turned = run_experts(
         pool, slots.flip(0), x, weights.flip(0).contiguous(), LIMIT, row_index=backwards
     )
