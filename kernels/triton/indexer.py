@@ -1,0 +1,562 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""Scores of compressed entries over paged 68-byte keys, and candidate blocks (model.md C.6, E).
+
+A tile of keys lies in one block of the pool. Its codes become bf16 in registers, eight from a
+32-bit word, and are multiplied with one row's queries after another: rows of one sequence share the
+unpacking. Where a row's numbers go never depends on the rows beside it: every (row, tile) is the
+same four products over 2 * `WORDS` dimensions, in one order.
+
+How a word w becomes bf16: with a code `s ee m` at the right place of a 16-bit half, sign at bit 15
+and `ee m` at bits 8 to 6, the half is 2^-126 times the e2m1 value, also where that is subnormal.
+One product with a power of two brings it to its size, exactly.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.reference.quant import index_key_bytes
+from phalanx.kernels.triton.configs import Config, config
+from phalanx.kernels.triton.topk import load_bits, ordered_key, select_top
+
+CANDIDATES: Final[list[Config]] = [
+    {"rows": rows, "tiles": tiles, "num_warps": 4, "num_stages": stages}
+    for rows in (1, 4, 8)
+    for tiles in (8, 16)
+    for stages in (2, 3, 5)
+]
+_DEFAULT: Final[Config] = {"rows": 1, "tiles": 8, "num_warps": 4, "num_stages": 3}
+_DEFAULT_MANY: Final[Config] = {"rows": 8, "tiles": 4, "num_warps": 4, "num_stages": 2}
+_MANY_ROWS: Final = 512  # from here on rows usually share their sequence
+
+
+# The interpreter knows no machine instructions, cuts off where a GPU rounds to bf16, and multiplies
+# the bits of bf16 operands.
+_INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def _round(x):
+    """float32 -> the nearest bf16 values, as float32; for the interpreter."""
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, x, nearest)  # NaN stays
+
+
+@triton.jit
+def _dot(left, right, total):
+    """total + left @ right, bf16 in float32."""
+    if _INTERPRETED:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(left, right, total)
+
+
+@triton.jit
+def _quad(QUADS: tl.constexpr, GROUPS: tl.constexpr):
+    """Which four dimensions stand at each place of a product: [..., GROUPS, 2] -> [QUADS].
+
+    In an operand of the tensor cores a thread holds every eighth pair of a row. In this order these
+    pairs are of one group, so that it unpacks one scale.
+    """
+    place = tl.arange(0, QUADS)
+    return place // 2 % GROUPS * 8 + place // (2 * GROUPS) * 2 + place % 2
+
+
+@triton.jit
+def _factors(scales, shift, QUADS: tl.constexpr):
+    """2^(126 - 32) times the scales: int32 [T, 1], int32 [G] -> bf16 [T, QUADS]."""
+    TILE: tl.constexpr = scales.shape[0]
+    GROUPS: tl.constexpr = shift.shape[0]
+    bits = (((scales >> shift[None, :]) & 0xFF) + 94) << 7
+    factors = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    wide = tl.broadcast_to(factors[:, None, :, None], (TILE, QUADS // (2 * GROUPS), GROUPS, 2))
+    return wide.reshape(TILE, QUADS)
+
+
+@triton.jit
+def _keys(codes, factors, PART: tl.constexpr):
+    """Code PART of every four: int16 [T, W], bf16 [T, W] -> bf16 [T, W], 2^-32 times the key."""
+    if _INTERPRETED:
+        code = codes.to(tl.int32) >> (4 * PART)
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        value = bits.to(tl.float32, bitcast=True) * factors.to(tl.float32)
+        return value.to(tl.bfloat16)
+    elif PART == 0:
+        return _asm_keys(codes, factors, "shl.b32 s, $1, 12;", "shl.b32 t, $1, 6;")
+    elif PART == 1:
+        return _asm_keys(codes, factors, "shl.b32 s, $1, 8;", "shl.b32 t, $1, 2;")
+    elif PART == 2:
+        return _asm_keys(codes, factors, "shl.b32 s, $1, 4;", "shr.u32 t, $1, 2;")
+    else:
+        return _asm_keys(codes, factors, "mov.b32 s, $1;", "shr.u32 t, $1, 6;")
+
+
+@triton.jit
+def _asm_keys(codes, factors, SIGN: tl.constexpr, REST: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 s, t; "
+        + SIGN
+        + REST
+        + """
+        and.b32 t, t, 0x01C001C0;
+        lop3.b32 t, s, 0x80008000, t, 0xEA;
+        mul.rn.bf16x2 $0, t, $2;
+        }""",
+        "=r,r,r",
+        [codes, factors],
+        tl.bfloat16,
+        True,
+        2,
+    )
+
+
+@triton.jit
+def _shift(pointer, never, GROUPS: tl.constexpr):
+    """Where each group's scale starts in a record's word, in bits: int32 [GROUPS].
+
+    Comes out of a load that never happens (`never` is 0): the compiler moves the layout of an
+    operand up to loads, so that keys are unpacked where they are multiplied, but not up to a range.
+    """
+    group = tl.arange(0, GROUPS)
+    return tl.load(pointer + group, mask=group < never, other=group * 8).to(tl.int32)
+
+
+@triton.jit
+def _query_part(
+    queries, num_heads, quad, PART: tl.constexpr, QUADS: tl.constexpr, HEADS: tl.constexpr
+):
+    """What belongs to `_keys` of the same part: bf16 [W, HEADS], 2^32 times the query."""
+    head = tl.arange(0, HEADS)
+    values = tl.load(
+        queries + head[None, :] * (4 * QUADS) + quad[:, None] * 4 + PART,
+        mask=(head < num_heads)[None, :],
+        other=0.0,
+    )
+    return (values.to(tl.float32) * 4294967296.0).to(tl.bfloat16)
+
+
+@triton.jit
+def _weighted(dots, weights):
+    """bf16(weight * relu(bf16(dot))): float32 [T, H] and bf16 [T, H] -> bf16 [T, H]."""
+    if _INTERPRETED:
+        dots = _round(tl.where(dots < 0, 0.0, dots))
+        return _round(dots * weights.to(tl.float32)).to(tl.bfloat16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 t;
+            cvt.rn.relu.bf16x2.f32 t, $2, $1;
+            mul.rn.bf16x2 $0, t, $3;
+            }""",
+            "=r,r,r,r",
+            [dots, weights],
+            tl.bfloat16,
+            True,
+            2,
+        )
+
+
+@triton.jit
+def _load_keys(
+    keys,
+    block_table,
+    tile,
+    block_stride,
+    quad,
+    shift,
+    ENTRIES: tl.constexpr,
+    TILE: tl.constexpr,
+    RECORD: tl.constexpr,
+    QUADS: tl.constexpr,
+):
+    """Codes int16 [TILE, QUADS] in the order of `quad`, and the factors of their groups."""
+    PER_BLOCK: tl.constexpr = ENTRIES // TILE
+    block = tl.load(block_table + tile // PER_BLOCK).to(tl.int64)
+    base = keys + block * block_stride + (tile % PER_BLOCK) * (TILE * RECORD)
+    records = base + (tl.arange(0, TILE) * RECORD)[:, None]
+    codes = tl.load(records + quad[None, :])
+    if QUADS == 32:
+        scales = tl.load((records + QUADS).to(tl.pointer_type(tl.int32)))
+    else:
+        scales = tl.load(records + QUADS).to(tl.int32)
+    return codes, _factors(scales, shift, QUADS)
+
+
+@triton.jit
+def _either(left, right):
+    """One of equals: what is left of columns that are all alike."""
+    return left
+
+
+@triton.jit
+def _tile_scores(codes, factors, q0, q1, q2, q3, weights, ones):
+    """Scores of a tile for one row, float32 [TILE]."""
+    dots = tl.zeros((codes.shape[0], q0.shape[1]), tl.float32)
+    dots = _dot(_keys(codes, factors, 0), q0, dots)
+    dots = _dot(_keys(codes, factors, 1), q1, dots)
+    dots = _dot(_keys(codes, factors, 2), q2, dots)
+    dots = _dot(_keys(codes, factors, 3), q3, dots)
+    parts = _weighted(dots, tl.broadcast_to(weights, dots.shape))
+    total = _dot(parts, ones, tl.zeros((codes.shape[0], 16), tl.float32))
+    return tl.reduce(total, 1, _either)
+
+
+@triton.jit
+def _load_weights(head_weights, num_heads, HEADS: tl.constexpr):
+    head = tl.arange(0, HEADS)
+    weights = tl.load(head_weights + head, mask=head < num_heads, other=0.0)
+    return weights.to(tl.bfloat16)[None, :]
+
+
+@triton.jit
+def _store(out, total, tile, seen, num_entries, TILE: tl.constexpr):
+    at = tile * TILE + tl.arange(0, TILE)
+    total = tl.where(at < seen, total, float("-inf"))
+    if _INTERPRETED:
+        total = _round(total)
+    if out.dtype.element_ty == tl.float32:
+        total = total.to(tl.bfloat16)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < num_entries)
+
+
+@triton.jit
+def _row_kernel(
+    queries,
+    head_weights,
+    keys,
+    block_table,
+    seqs,
+    visible,
+    out,
+    num_rows,
+    num_entries,
+    num_heads,
+    block_stride,
+    table_stride,
+    out_stride,
+    never,
+    ENTRIES: tl.constexpr,
+    TILE: tl.constexpr,
+    RECORD: tl.constexpr,
+    QUADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row's scores over TILES tiles of keys. `keys` points to int16, four codes each."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * TILES
+    seen = tl.minimum(tl.load(visible + row), num_entries).to(tl.int32)
+    end = tl.minimum(first + TILES, tl.cdiv(num_entries, TILE))
+    shown = tl.maximum(tl.minimum(end, tl.cdiv(seen, TILE)), first)
+    out += row * out_stride
+
+    if shown > first:
+        quad = _quad(QUADS, QUADS // 8)
+        shift = _shift(visible, never, QUADS // 8)
+        block_table += tl.load(seqs + row).to(tl.int64) * table_stride
+        queries += row * (num_heads * 4 * QUADS)
+        q0 = _query_part(queries, num_heads, quad, 0, QUADS, HEADS)
+        q1 = _query_part(queries, num_heads, quad, 1, QUADS, HEADS)
+        q2 = _query_part(queries, num_heads, quad, 2, QUADS, HEADS)
+        q3 = _query_part(queries, num_heads, quad, 3, QUADS, HEADS)
+        weights = _load_weights(head_weights + row * num_heads, num_heads, HEADS)
+        ones = tl.full((HEADS, 16), 1.0, tl.float32).to(tl.bfloat16)
+        for tile in tl.range(first, shown, num_stages=STAGES):
+            codes, factors = _load_keys(
+                keys, block_table, tile, block_stride, quad, shift, ENTRIES, TILE, RECORD, QUADS
+            )
+            total = _tile_scores(codes, factors, q0, q1, q2, q3, weights, ones)
+            _store(out, total, tile, seen, num_entries, TILE)
+    hidden = tl.full((TILE,), float("-inf"), tl.float32)
+    for tile in range(shown, end):
+        _store(out, hidden, tile, seen, num_entries, TILE)
+
+
+@triton.jit
+def _pack_kernel(queries, packed, num_heads, QUADS: tl.constexpr, HEADS: tl.constexpr):
+    """A row's four `_query_part`s, one after the other: bf16 [R, 4, QUADS, HEADS]."""
+    row = tl.program_id(0).to(tl.int64)
+    quad = _quad(QUADS, QUADS // 8)
+    queries += row * (num_heads * 4 * QUADS)
+    place = tl.arange(0, QUADS)[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
+    packed += row * (4 * QUADS * HEADS)
+    for part in tl.static_range(4):
+        values = _query_part(queries, num_heads, quad, part, QUADS, HEADS)
+        tl.store(packed + part * QUADS * HEADS + place, values)
+
+
+@triton.jit
+def _rows_kernel(
+    queries,
+    head_weights,
+    keys,
+    block_table,
+    seqs,
+    visible,
+    out,
+    num_rows,
+    num_entries,
+    num_heads,
+    block_stride,
+    table_stride,
+    out_stride,
+    never,
+    ENTRIES: tl.constexpr,
+    TILE: tl.constexpr,
+    RECORD: tl.constexpr,
+    QUADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """As `_row_kernel`, for ROWS neighbouring rows; those of one sequence share its keys.
+
+    `queries` are those of `_pack_kernel`.
+    """
+    start = tl.program_id(0) * ROWS
+    stop = tl.minimum(start + ROWS, num_rows)
+    first = tl.program_id(1) * TILES
+    end = tl.minimum(first + TILES, tl.cdiv(num_entries, TILE))
+    member = start + tl.arange(0, ROWS)
+    seqs_here = tl.load(seqs + member, mask=member < stop, other=-1)
+    seen_here = tl.load(visible + member, mask=member < stop, other=0)
+
+    quad = _quad(QUADS, QUADS // 8)
+    shift = _shift(visible, never, QUADS // 8)
+    ones = tl.full((HEADS, 16), 1.0, tl.float32).to(tl.bfloat16)
+    hidden = tl.full((TILE,), float("-inf"), tl.float32)
+    place = tl.arange(0, QUADS)[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
+    PART: tl.constexpr = QUADS * HEADS
+    packed_stride = tl.full((), 4 * PART, tl.int64)
+    wide_stride = tl.full((), 1, tl.int64) * out_stride
+    while start < stop:
+        seq = tl.load(seqs + start).to(tl.int64)
+        other = (member > start) & (seqs_here != seq)
+        next_start = tl.min(tl.where(other, member, stop))
+        ours = (member >= start) & (member < next_start)
+        most = tl.minimum(tl.max(tl.where(ours, seen_here, 0)), num_entries).to(tl.int32)
+        shown = tl.maximum(tl.minimum(end, tl.cdiv(most, TILE)), first)
+        table = block_table + seq * table_stride
+        for tile in range(first, shown):
+            codes, factors = _load_keys(
+                keys, table, tile, block_stride, quad, shift, ENTRIES, TILE, RECORD, QUADS
+            )
+            for row in tl.range(start, next_start, num_stages=STAGES):
+                packed = queries + row * packed_stride + place
+                q0 = tl.load(packed)
+                q1 = tl.load(packed + PART)
+                q2 = tl.load(packed + 2 * PART)
+                q3 = tl.load(packed + 3 * PART)
+                weights = _load_weights(head_weights + row * num_heads, num_heads, HEADS)
+                seen = tl.load(visible + row)
+                total = _tile_scores(codes, factors, q0, q1, q2, q3, weights, ones)
+                _store(out + row * wide_stride, total, tile, seen, num_entries, TILE)
+        for tile in range(shown, end):
+            for row in range(start, next_start):
+                _store(out + row * wide_stride, hidden, tile, 0, num_entries, TILE)
+        start = next_start
+
+
+def paged_scores(
+    queries: Tensor,
+    head_weights: Tensor,
+    index_keys: Tensor,
+    block_table: Tensor,
+    seqs: Tensor,
+    visible: Tensor,
+    num_entries_max: int,
+    *,
+    out_dtype: torch.dtype = torch.bfloat16,
+    settings: Config | None = None,
+) -> Tensor:
+    """Index scores of the entries that each row may see: sum_h w_h * relu(q_h . k).
+
+    Rounded as in `reference.entry_scores`: the dot to bf16, the product with the weight to bf16,
+    the sum of the heads to bf16.
+
+    Args:
+        queries: bf16, or float32 that holds bf16 values, contiguous [R, heads, dim]; after their
+            QF4 round trip. dim is 64 or 128; below 2^95.
+        head_weights: bf16, or float32 that holds bf16 values, contiguous [R, heads].
+        index_keys: uint8 [num_blocks, N, index_key_bytes(dim)], a view whose blocks may lie apart
+            and whose records may not; N a multiple of 16; blocks aligned to 4 bytes (dim 64: 2). A
+            key's scale is in 2^-100 .. 2^33: others give no error and an unspecified score.
+        block_table: integers [S, max_blocks], rows contiguous. Read only where a row sees entries.
+        seqs: integers [R], the row of `block_table`.
+        visible: integers [R], of the same type: entries that the row may see.
+        num_entries_max: columns of the result, at most max_blocks * N.
+        settings: `rows` that are taken together, `tiles` a program, `num_warps`, `num_stages`. They
+            change no bit.
+
+    Returns:
+        bf16 values [R, num_entries_max] of type `out_dtype`; -inf from `visible` on.
+        Bound: a dot is summed in float32 over four dimensions apart, and heads by the tensor cores
+        in float32, in one order for all rows. Where these sums are exact, which the few bits of
+        codes and weights make the rule, the result is the reference's bit for bit; elsewhere it may
+        round to a neighbour.
+
+    Raises:
+        ValueError: a shape or an alignment that is not supported.
+    """
+    num_rows, num_heads, dim = queries.shape
+    _, entries, record = index_keys.shape
+    _check(index_keys, dim)
+    out = torch.empty((num_rows, num_entries_max), dtype=out_dtype, device=queries.device)
+    if out.numel() == 0:
+        return out
+    keys = index_keys.view(torch.int16)
+    many = num_rows >= _MANY_ROWS
+    use = settings or config(
+        "paged_scores",
+        f"{num_heads}x{dim}{'_many' if many else ''}",
+        _DEFAULT_MANY if many else _DEFAULT,
+    )
+    tile = min(128, entries & -entries)
+    heads = max(16, triton.next_power_of_2(num_heads))
+    grid = (triton.cdiv(num_rows, use["rows"]), triton.cdiv(num_entries_max, tile * use["tiles"]))
+    shape = {
+        "ENTRIES": entries,
+        "TILE": tile,
+        "RECORD": record // 2,
+        "QUADS": dim // 4,
+        "HEADS": heads,
+        "TILES": use["tiles"],
+        "STAGES": use["num_stages"],
+        "num_warps": use["num_warps"],
+    }
+    if use["rows"] > 1:
+        packed = torch.empty(
+            (num_rows, 4, dim // 4, heads), dtype=torch.bfloat16, device=queries.device
+        )
+        _pack_kernel[(num_rows,)](queries, packed, num_heads, QUADS=dim // 4, HEADS=heads)
+        queries, kernel = packed, _rows_kernel
+        shape["ROWS"] = use["rows"]
+    else:
+        kernel = _row_kernel
+    kernel[grid](
+        queries,
+        head_weights,
+        keys,
+        block_table,
+        seqs,
+        visible,
+        out,
+        num_rows,
+        num_entries_max,
+        num_heads,
+        keys.stride(0),
+        block_table.stride(0),
+        num_entries_max,
+        0,
+        **shape,
+    )
+    return out
+
+
+def _check(index_keys: Tensor, dim: int) -> None:
+    """Raises ValueError where the kernels would read in the wrong place."""
+    _, entries, record = index_keys.shape
+    if dim not in (64, 128) or record != index_key_bytes(dim):
+        raise ValueError(f"records of {record} bytes and dimension {dim}; it must be 64 or 128")
+    if entries % 16:
+        raise ValueError(f"blocks of {entries} entries; it must be a multiple of 16")
+    align = 4 if dim == 128 else 2
+    if index_keys.stride()[1:] != (record, 1) or index_keys.stride(0) % align:
+        raise ValueError(f"index keys have strides {index_keys.stride()}")
+    if index_keys.data_ptr() % align:
+        raise ValueError(f"index keys are not aligned to {align} bytes")
+
+
+@triton.jit
+def _block_maxima_kernel(
+    scores,
+    visible,
+    best,
+    num_entries,
+    num_blocks,
+    score_stride,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The best entry of each candidate block, +inf for the newest visible one's."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inner = tl.arange(0, WIDTH)
+    entry = block[:, None] * SIZE + inner[None, :]
+    inside = (inner < SIZE)[None, :] & (entry < num_entries)
+    key = tl.max(ordered_key(load_bits(scores + row * score_stride + entry, inside)), axis=1)
+    bits = tl.where(key < 0, key ^ 0x7FFF, key)
+    seen = tl.load(visible + row)
+    bits = tl.where((seen > 0) & (block == (seen - 1) // SIZE), 0x7F80, bits)
+    value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(best + row * num_blocks + block, value, mask=block < num_blocks)
+
+
+@triton.jit
+def _mark_kernel(
+    kept, mask, count, num_entries, SIZE: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr
+):
+    """True for all entries of the blocks in a row's list."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * COUNT + tl.arange(0, COUNT)
+    block = tl.load(kept + row * count + slot, mask=slot < count, other=-1)
+    inner = tl.arange(0, WIDTH)
+    entry = block[:, None] * SIZE + inner[None, :]
+    inside = (block >= 0)[:, None] & (inner < SIZE)[None, :] & (entry < num_entries)
+    tl.store(mask + row * num_entries + entry, tl.full((COUNT, WIDTH), 1, tl.uint8), mask=inside)
+
+
+def candidate_mask(
+    scores: Tensor, num_visible: Tensor, *, block_size: int, num_blocks: int
+) -> Tensor:
+    """Entries of the best blocks, among which later layers choose.
+
+    Equal (`==`) to `reference.candidate_mask`, but for NaN with the sign bit set, which counts as
+    -inf. `select_top` takes the result as `candidates`.
+
+    Args:
+        scores: bf16, or float32 that holds bf16 values, [R, E]; the last dimension contiguous.
+        num_visible: integers [R].
+        block_size: entries per candidate block.
+        num_blocks: blocks that are kept.
+
+    Returns:
+        bool [R, E].
+    """
+    num_rows, num_entries = scores.shape
+    mask = torch.zeros((num_rows, num_entries), dtype=torch.bool, device=scores.device)
+    if mask.numel() == 0:
+        return mask
+    width = triton.next_power_of_2(block_size)
+    in_all = triton.cdiv(num_entries, block_size)
+    best = torch.empty((num_rows, in_all), dtype=torch.bfloat16, device=scores.device)
+    tile = max(1, 4096 // width)
+    _block_maxima_kernel[(num_rows, triton.cdiv(in_all, tile))](
+        scores,
+        num_visible,
+        best,
+        num_entries,
+        in_all,
+        scores.stride(0),
+        SIZE=block_size,
+        WIDTH=width,
+        BLOCKS=tile,
+    )
+    kept = select_top(best, num_blocks)
+    _mark_kernel[(num_rows, triton.cdiv(num_blocks, 256))](
+        kept,
+        mask.view(torch.uint8),
+        num_blocks,
+        num_entries,
+        SIZE=block_size,
+        WIDTH=width,
+        COUNT=256,
+    )
+    return mask

@@ -1,0 +1,166 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""The best entries of each row: `kernels.reference.indexer.select_top`, exactly.
+
+A row is cut into tiles that one program holds in registers. A program finds its tile's threshold
+bit by bit, by counting, and writes the positions that pass in their order. Where a row has several
+tiles, the winners of all tiles are cut into tiles again: what wins in the row wins in its tile.
+Everything is integer work, so no order of execution shows in the result.
+"""
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.triton.configs import Config, config
+
+COUNT_MAX: Final = 2048  # a tile must be a few times larger, or its winners would not get fewer
+CANDIDATES: Final[list[Config]] = [
+    {"tile": tile, "num_warps": warps} for tile in (4096, 8192) for warps in (4, 8, 16)
+]
+_DEFAULT: Final[Config] = {"tile": 8192, "num_warps": 8}
+
+_HIDDEN: Final = tl.constexpr(-32641)  # the ordered key of -inf
+
+
+@triton.jit
+def ordered_key(bits):
+    """int32 bits of a bf16 value (sign-extended) -> int32 that sorts by value; both zeros are one."""
+    bits = tl.where(bits == -32768, 0, bits)
+    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+
+
+@triton.jit
+def load_bits(pointers, mask):
+    """bf16 values, stored as bf16 or float32 -> int32 bits, sign-extended; -inf where masked."""
+    value = tl.load(pointers, mask=mask, other=float("-inf"))
+    if value.dtype == tl.float32:
+        return value.to(tl.int32, bitcast=True) >> 16
+    else:
+        return value.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _select_kernel(
+    scores,
+    candidates,
+    positions,
+    chosen,
+    width,
+    count,
+    score_stride,
+    candidate_stride,
+    chosen_stride,
+    TILE: tl.constexpr,
+    FILL: tl.constexpr,
+    MASKED: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """The winners of one tile of one row.
+
+    The tile is of the row itself, or (LISTED) of its list of positions, [R, width] with -1 for none.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    slot = tile * TILE + tl.arange(0, TILE)
+    inside = slot < width
+    position = slot
+    if LISTED:
+        position = tl.load(positions + row * width + slot, mask=inside, other=-1)
+        inside = position >= 0
+    if MASKED:
+        inside &= tl.load(candidates + row * candidate_stride + position, mask=inside, other=0) != 0
+    key = ordered_key(load_bits(scores + row * score_stride + position, inside))
+    seen = tl.sum((key > _HIDDEN).to(tl.int32))
+
+    # The largest threshold that `count` keys reach; without that many, all that is not hidden.
+    threshold = _HIDDEN + 0
+    spare = 0
+    if seen > count:
+        threshold = -32768
+        step = 32768
+        for _ in range(16):
+            reached = tl.sum((key >= threshold + step).to(tl.int32))
+            threshold = tl.where(reached >= count, threshold + step, threshold)
+            step = step // 2
+        spare = count - tl.sum((key > threshold).to(tl.int32))
+
+    # Both running counts in one scan: keys above the threshold, and keys at it from bit 16 on.
+    above, at = key > threshold, (key == threshold) & (spare > 0)
+    running = tl.cumsum(above.to(tl.int32) + (at.to(tl.int32) << 16), 0)
+    above_so_far, at_so_far = running & 0xFFFF, running >> 16
+    take = above | (at & (at_so_far <= spare))
+    place = above_so_far + tl.minimum(at_so_far, spare) - 1
+    target = chosen + row * chosen_stride + tile * count
+    tl.store(target + place, position.to(chosen.dtype.element_ty), mask=take)
+    fill = tl.arange(0, FILL)
+    tl.store(
+        target + fill,
+        tl.full((FILL,), -1, chosen.dtype.element_ty),
+        mask=(fill >= tl.minimum(seen, count)) & (fill < count),
+    )
+
+
+def select_top(
+    scores: Tensor,
+    count: int,
+    *,
+    candidates: Tensor | None = None,
+    settings: Config | None = None,
+) -> Tensor:
+    """The best `count` entries of each row that are not -inf, in position order.
+
+    Equal (`==`) to `reference.select_top(scores.masked_fill(~candidates, -inf), count)`: ties go to
+    the lower position. A NaN without a sign counts as more than +inf, as in the reference; a NaN
+    with the sign bit set counts as -inf.
+
+    Args:
+        scores: bf16, or float32 that holds bf16 values, [R, E]; the last dimension contiguous.
+        count: at most COUNT_MAX.
+        candidates: bool [R, E]; entries outside count as -inf. None: all are candidates.
+        settings: `tile` (a power of two), `num_warps`; they change no result.
+
+    Returns:
+        int64 [R, count], filled up with -1 at the end.
+
+    Raises:
+        ValueError: `count` is more than COUNT_MAX.
+    """
+    if not 0 <= count <= COUNT_MAX:
+        raise ValueError(f"count is {count}; it must be in 0..{COUNT_MAX}")
+    num_rows, width = scores.shape
+    chosen = torch.empty((num_rows, count), dtype=torch.int64, device=scores.device)
+    if width == 0 or chosen.numel() == 0:
+        return chosen.fill_(-1)
+    use = settings or config("select_top", f"{count}", _DEFAULT)
+    tile_max = max(use["tile"], 4 * triton.next_power_of_2(count))
+    listed: Tensor | None = None
+    while True:
+        num_tiles = triton.cdiv(width, tile_max)
+        target = chosen
+        if num_tiles > 1:
+            target = torch.empty(
+                (num_rows, num_tiles * count), dtype=torch.int32, device=scores.device
+            )
+        tile = max(16, triton.next_power_of_2(min(width, tile_max)))
+        _select_kernel[(num_rows, num_tiles)](
+            scores,
+            scores if candidates is None else candidates.view(torch.uint8),
+            target if listed is None else listed,
+            target,
+            width,
+            count,
+            scores.stride(0),
+            0 if candidates is None else candidates.stride(0),
+            target.stride(0),
+            TILE=tile,
+            FILL=triton.next_power_of_2(count),
+            MASKED=candidates is not None and listed is None,
+            LISTED=listed is not None,
+            num_warps=min(use["num_warps"], max(1, tile // 128)),
+        )
+        if num_tiles == 1:
+            return chosen
+        listed, width = target, num_tiles * count
