@@ -130,6 +130,13 @@ def many_settings() -> Config:
     return tiles | {"num_warps": 8, "num_stages": 3}
 
 
+def float_settings(num_rows: int) -> Config:
+    """Tiles for float32 weights: bound by the bytes of the rows when there are many."""
+    tiles = {"BLOCK_N": 32, "BLOCK_K": 64, "num_stages": 3}
+    few = num_rows <= 1024
+    return tiles | ({"BLOCK_R": 64, "num_warps": 4} if few else {"BLOCK_R": 128, "num_warps": 8})
+
+
 def settings_key(num_rows: int, shape: tuple[int, ...]) -> str:
     """The name in the table of tiles for a weight [G, N, K] and about so many rows."""
     size = min(max(16, triton.next_power_of_2(num_rows)), 4096)
@@ -249,8 +256,7 @@ def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Confi
 def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> None:
     num_rows, _, rows = out.shape
     depth = x.shape[2]
-    default = {"BLOCK_R": 64, "BLOCK_N": 32, "BLOCK_K": 64, "num_warps": 4, "num_stages": 3}
-    tiles = _settings("float_rows", num_rows, (rows, depth), default, settings)
+    tiles = _settings("float_rows", num_rows, (rows, depth), float_settings(num_rows), settings)
     splits = _splits(triton.cdiv(rows, 32), depth, _MIN_FLOAT_DEPTH)
     target = _parts(splits, out)
     grid = (triton.cdiv(num_rows, tiles["BLOCK_R"]), triton.cdiv(rows, tiles["BLOCK_N"]), splits)
