@@ -5,6 +5,7 @@ the drawn pairs touch, of the rows and of the results.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 from phalanx.bench.kernels.harness import Ceilings, Figure, time_us
 from phalanx.kernels.triton.configs import Config
+from phalanx.kernels.triton.expert_groups import group_pairs
 from phalanx.kernels.triton.experts import ExpertPool, key_for, run_experts
 
 HIDDEN: Final = 5120
@@ -190,7 +192,11 @@ def candidates(settings: Config, part: str) -> Iterator[Config]:
         yield settings | {f"{part}_{name}": value for name, value in kernel.items()}
 
 
-def tune(limits: Ceilings, report: Callable[[str], None] = print) -> dict[str, dict[str, Config]]:
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def tune(limits: Ceilings, report: Callable[[str], None] = _tell) -> dict[str, dict[str, Config]]:
     """The fastest settings of each number of pairs a slot, for `configs.json`.
 
     Every trial is reported. About a minute, most of it compilation on all cores.
@@ -200,6 +206,8 @@ def tune(limits: Ceilings, report: Callable[[str], None] = print) -> dict[str, d
     table: dict[str, Config] = {}
     for num_pairs, heights in _TRIALS:
         case = _Case(pool, num_pairs)
+        grouping = time_us(lambda: group_pairs(case.slots, 48, 16))  # noqa: B023
+        report(f"experts, {num_pairs} pairs grouped: {grouping:.1f} us")
         key, default = key_for(num_pairs, 48, HIDDEN, INTER)
         trials = [default | {"m": m, "more": more} for m, more in heights]
         times = [_trial(case, trial, report) for trial in trials]
