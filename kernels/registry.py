@@ -100,7 +100,7 @@ class Operation(Generic[Params, Result]):
 
     def has_kernel(self) -> bool:
         """Whether a GPU at hand runs a kernel, not the reference."""
-        if self.kernel is None:
+        if self.kernel is None or _preference == "reference":
             return False
         return _interpreted or not _why_no_kernels(_capability())
 
@@ -132,7 +132,8 @@ def on_gpu(x: object) -> bool:
 
 
 def interpret(on: bool) -> None:
-    """Run the kernels on the CPU, in Triton's interpreter: for tests (TRITON_INTERPRET=1 must be set)."""
+    """Go a GPU's way on the CPU: for tests. Kernels then run in Triton's interpreter (TRITON_INTERPRET=1
+    must be set), or with `prefer("reference")` the references do."""
     global _interpreted
     _interpreted = on
     for operation in OPERATIONS.values():

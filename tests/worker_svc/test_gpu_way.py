@@ -1,0 +1,49 @@
+"""What a GPU does with weights as they are stored and records where they lie gives the same bits as the
+CPU's way, as long as both run the references; so on a GPU only the kernels are left to differ."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from forward_world import SHAPES, World, weights_of
+from torch import Tensor
+
+from phalanx.kernels import registry
+from phalanx.worker_svc.model.gpu_weights import GpuWeights
+
+
+@pytest.fixture
+def gpu_way() -> Iterator[None]:
+    torch.set_num_threads(1)
+    weights_of.cache_clear()
+    registry.interpret(True)
+    registry.prefer("reference")
+    yield
+    registry.interpret(False)
+    registry.prefer("auto")
+    weights_of.cache_clear()
+
+
+def stream(shape: str) -> list[Tensor]:
+    """Logits of a prompt in two portions, of single tokens and of rows that are not kept, beside another
+    sequence; and the records that they leave."""
+    world = World(shape, seed=5)
+    ids, other = world.tokens(140), world.tokens(60)
+    found = [world.run(0, 0, ids[:71])]
+    pending = world.forward(world.rows(1, 0, other), world.rows(0, 71, ids[71:130]))
+    pending.commit([60, 59])
+    found.append(pending.logits)
+    pending = world.forward(world.rows(0, 130, [*ids[130:132], *world.tokens(4)]))
+    pending.commit([2])
+    found += [pending.logits, world.run(0, 132, ids[132:133])]
+    return [*found, world.pools.blocks, world.pools.slots]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_same_bits(shape: str, gpu_way: None) -> None:
+    assert isinstance(weights_of(shape), GpuWeights)
+    there = stream(shape)
+    registry.interpret(False)
+    weights_of.cache_clear()
+    for got, expected in zip(there, stream(shape), strict=True):
+        assert torch.equal(got, expected)
