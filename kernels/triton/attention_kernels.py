@@ -1,0 +1,470 @@
+"""The two kernels of attention over cache records, and how they read a record.
+
+The first gives every slot of a row a weight: scores over all dimensions, then 2^(x - top) with one
+whole number `top` for every tile of a head's slots. The second decodes the records once more and sums
+them up, each program a part of the dimensions. Powers of two bring the tiles to one scale without
+rounding, so a weight has the bits that it would have with the row's largest `top` from the start, and
+no choice of how the work is divided changes a bit of a result.
+
+Both decode a record into its even and its odd dimensions, apart: so two e2m1 codes lie in a byte, two
+e4m3 codes in 16 bits, and the two halves of a rotary pair in two tensors.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+
+import os
+
+import triton
+import triton.language as tl
+
+# The interpreter knows no machine instructions, multiplies no bf16 and cuts off where it should round.
+PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+# What an e2m1 code put into bf16 bits lacks is 2^126; 2^119 times the largest scale is still
+# finite. The missing 2^7 is made up for in the scores' factor and in the weights, without rounding.
+_ENTRY_BOOST = tl.constexpr(128.0)
+_UP_120 = tl.constexpr(2.0**120)
+_UP_119 = tl.constexpr(2.0**119)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_NOWHERE = tl.constexpr(-1e30)  # the `top` of a tile without a slot
+
+# Two e4m3 pairs (even, odd, even, odd) -> bf16 even, even and odd, odd. 0x7b80 is 2^120.
+_FP8_PTX = tl.constexpr("""{
+.reg .b32 s, m, up;
+mov.b32 up, 0x7b807b80;
+shl.b32 s, $2, 8;
+and.b32 s, s, 0x80008000;
+shl.b32 m, $2, 4;
+and.b32 m, m, 0x07f007f0;
+or.b32 m, m, s;
+mul.rn.bf16x2 m, m, up;
+mul.rn.bf16x2 $0, m, $3;
+and.b32 s, $2, 0x80008000;
+shr.u32 m, $2, 4;
+and.b32 m, m, 0x07f007f0;
+or.b32 m, m, s;
+mul.rn.bf16x2 m, m, up;
+mul.rn.bf16x2 $1, m, $3;
+}""")
+
+# Four bytes of e2m1 -> four bf16 of the low, four of the high nibbles. One product puts a nibble to
+# two places at once: its sign to bit 15, the rest to bits 8..6.
+_FP4_PTX = tl.constexpr("""{
+.reg .b32 x, y, t;
+prmt.b32 x, $4, 0, 0x4140;
+prmt.b32 y, $4, 0, 0x4342;
+and.b32 t, x, 0x000f000f;
+mul.lo.u32 t, t, 0x1040;
+and.b32 t, t, 0x81c081c0;
+mul.rn.bf16x2 $0, t, $5;
+and.b32 t, y, 0x000f000f;
+mul.lo.u32 t, t, 0x1040;
+and.b32 t, t, 0x81c081c0;
+mul.rn.bf16x2 $1, t, $6;
+and.b32 t, x, 0x00f000f0;
+mul.lo.u32 t, t, 0x0104;
+and.b32 t, t, 0x81c081c0;
+mul.rn.bf16x2 $2, t, $5;
+and.b32 t, y, 0x00f000f0;
+mul.lo.u32 t, t, 0x0104;
+and.b32 t, t, 0x81c081c0;
+mul.rn.bf16x2 $3, t, $6;
+}""")
+
+
+@triton.jit
+def _operand(x):
+    """A factor of a matrix product; the interpreter multiplies no bf16, but float32 of the same value."""
+    return _widened(x) if PLAIN else x
+
+
+@triton.jit
+def _widened(x):
+    """bf16 -> float32."""
+    if not PLAIN:
+        return x.to(tl.float32)
+    return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x):
+    """float32 -> the nearest bf16, ties to even; the interpreter's own conversion cuts off."""
+    if not PLAIN:
+        return x.to(tl.bfloat16)
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _fp8_pairs(pairs, scale):
+    """int16 pairs of e4m3 codes times bf16 powers of two -> bf16 of the low and the high bytes."""
+    if not PLAIN:
+        return tl.inline_asm_elementwise(
+            _FP8_PTX,
+            "=&r,=&r,r,r",
+            [pairs, scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    word = pairs.to(tl.int32) & 0xFFFF
+    factor = _widened(scale)
+    low = ((word & 0x80) << 24) | ((word & 0x7F) << 20)
+    high = ((word & 0x8000) << 16) | ((word & 0x7F00) << 12)
+    low = low.to(tl.float32, bitcast=True) * _UP_120 * factor
+    high = high.to(tl.float32, bitcast=True) * _UP_120 * factor
+    return _rounded(low), _rounded(high)
+
+
+@triton.jit
+def _fp4_pairs(codes, scale):
+    """Bytes of two e2m1 codes times bf16 -> 2^-126 times the low and the high nibbles, bf16."""
+    if not PLAIN:
+        return tl.inline_asm_elementwise(
+            _FP4_PTX,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [codes, scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    word = codes.to(tl.int32)
+    factor = _widened(scale)
+    low = ((word & 0x08) << 28) | ((word & 0x07) << 22)
+    high = ((word & 0x80) << 24) | ((word & 0x70) << 18)
+    low = low.to(tl.float32, bitcast=True) * factor
+    high = high.to(tl.float32, bitcast=True) * factor
+    return _rounded(low), _rounded(high)
+
+
+@triton.jit
+def _window_tile(
+    tile,
+    part,
+    row,
+    slot,
+    position,
+    within,
+    first,
+    records,
+    ring,
+    ring_slot_stride,
+    ring_entry_stride,
+    RING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Pairs part * PAIRS.. of a tile's window slots: even, odd (bf16 [SLOTS, PAIRS]), and who is there."""
+    i = tile * SLOTS + tl.arange(0, SLOTS)
+    if BLOCK == 0:
+        back = WINDOW - 1 - i
+        at = position - back
+        near = back <= within
+        there = (back >= 0) & (at >= 0) & ((at >= first) | (position < first))
+    else:
+        back = WINDOW + within - i  # counted from the row to the ring's or the block's vector
+        at = position - back
+        near = i >= WINDOW
+        there = (i < WINDOW + BLOCK) & (at >= 0)
+    RECORD: tl.constexpr = DIM + DIM // 32
+    here = records + (row - back) * RECORD
+    far = ring + slot * ring_slot_stride + (tl.maximum(at, 0) % RING) * ring_entry_stride
+    record = tl.where(near, here, far)
+    pair = part * PAIRS + tl.arange(0, PAIRS)
+    words = record.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :]
+    words = tl.load(words, mask=there[:, None], other=0)
+    GROUPS: tl.constexpr = PAIRS // 16
+    group = DIM + part * GROUPS + tl.arange(0, GROUPS)
+    scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0)
+    scale = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+    words = tl.reshape(words, (SLOTS, GROUPS, 16))
+    scale = tl.broadcast_to(scale[:, :, None], (SLOTS, GROUPS, 16))
+    even, odd = _fp8_pairs(words, scale)
+    return tl.reshape(even, (SLOTS, PAIRS)), tl.reshape(odd, (SLOTS, PAIRS)), there
+
+
+@triton.jit
+def _entry_tile(
+    tile,
+    part,
+    chosen,
+    blocks,
+    compressed,
+    block_stride,
+    TOPK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The same of a tile's chosen entries, times 1 / _ENTRY_BOOST."""
+    i = tile * SLOTS + tl.arange(0, SLOTS)
+    entry = tl.load(chosen + i, mask=i < TOPK, other=-1).to(tl.int32)
+    there = entry >= 0
+    entry = tl.maximum(entry, 0)
+    block = tl.load(blocks + entry // ENTRIES, mask=there, other=0).to(tl.int64)
+    RECORD: tl.constexpr = DIM // 2 + DIM // 16
+    record = compressed + block * block_stride + (entry % ENTRIES) * RECORD
+    pair = part * PAIRS + tl.arange(0, PAIRS)
+    codes = tl.load(record[:, None] + pair[None, :], mask=there[:, None], other=0)
+    GROUPS: tl.constexpr = PAIRS // 8
+    group = DIM // 2 + part * GROUPS + tl.arange(0, GROUPS)
+    scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0).to(tl.int32)
+    scale = ((scale & 0x80) << 24) | ((scale & 0x7F) << 20)
+    scale = _rounded(scale.to(tl.float32, bitcast=True) * _UP_120 * _UP_119)
+    codes = tl.reshape(codes, (SLOTS, GROUPS, 8))
+    scale = tl.broadcast_to(scale[:, :, None], (SLOTS, GROUPS, 8))
+    even, odd = _fp4_pairs(codes, scale)
+    return tl.reshape(even, (SLOTS, PAIRS)), tl.reshape(odd, (SLOTS, PAIRS)), there
+
+
+@triton.jit
+def _store_weights(
+    queries_even, queries_odd, even, odd, there, factor, weights, tops, totals, tile, head,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, NUM_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """A tile's weights: bf16 to `weights`, their unrounded sum to `totals`, their scale to `tops`."""
+    scores = tl.dot(_operand(queries_even), tl.trans(_operand(even)))
+    scores = tl.dot(_operand(queries_odd), tl.trans(_operand(odd)), scores)
+    x = tl.where(there[None, :], scores * factor, float("-inf"))
+    top = tl.maximum(tl.ceil(tl.max(x, axis=1)), _NOWHERE)
+    weight = tl.exp2(x - top[:, None])
+    mask = head < HEADS
+    tl.store(tops + tile * HEADS + head, top, mask=mask)
+    tl.store(totals + tile * HEADS + head, tl.sum(weight, axis=1), mask=mask)
+    slot = tile * SLOTS + tl.arange(0, SLOTS)
+    place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
+    tl.store(place, _rounded(weight), mask=mask[:, None])
+
+
+@triton.jit(do_not_specialize=["first_row", "share"])
+def weights_kernel(
+    queries,
+    records,
+    ring,
+    ring_slot_stride,
+    ring_entry_stride,
+    slots,
+    positions,
+    within,
+    window_from,
+    compressed,
+    block_stride,
+    block_table,
+    table_stride,
+    seqs,
+    chosen,
+    chosen_stride,
+    weights,
+    tops,
+    totals,
+    scale,
+    first_row,
+    share,
+    HEADS: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    RING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SEQS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Weights of `share` tiles of one row: grid (ceil(TILES / share), ceil(HEADS / HEAD_TILE), rows)."""
+    local = tl.program_id(2).to(tl.int64)
+    row = local + first_row
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    PAIRS: tl.constexpr = DIM // 2
+    pair = tl.arange(0, PAIRS)
+    place = (row * HEADS + head)[:, None] * PAIRS + pair[None, :]
+    mask = (head < HEADS)[:, None]
+    if WIDE:
+        queries_even = tl.load(queries + 2 * place, mask=mask, other=0).to(tl.bfloat16)
+        queries_odd = tl.load(queries + 2 * place + 1, mask=mask, other=0).to(tl.bfloat16)
+    else:
+        both = tl.load(queries.to(tl.pointer_type(tl.int32)) + place, mask=mask, other=0)
+        queries_even = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        queries_odd = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    inside = tl.load(within + row).to(tl.int32)
+    first = tl.load(window_from + row).to(tl.int32)
+    NUM_SLOTS: tl.constexpr = TILES * SLOTS
+    weights += local * HEADS * NUM_SLOTS
+    tops += local * TILES * HEADS
+    totals += local * TILES * HEADS
+    begin = tl.program_id(0) * share
+    end = tl.minimum(begin + share, TILES)
+    factor = scale * _LOG2_E
+    for tile in range(begin, tl.minimum(end, WINDOW_TILES)):
+        even, odd, there = _window_tile(
+            tile, 0, row, slot, position, inside, first, records, ring, ring_slot_stride,
+            ring_entry_stride, RING, WINDOW, BLOCK, DIM, PAIRS, SLOTS,
+        )  # fmt: skip
+        _store_weights(
+            queries_even, queries_odd, even, odd, there, factor, weights, tops, totals, tile, head,
+            HEADS, SLOTS, NUM_SLOTS,
+        )  # fmt: skip
+    if TOPK > 0:
+        chosen += row * chosen_stride
+        seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
+        blocks = block_table + seq * table_stride
+        for tile in range(tl.maximum(begin, WINDOW_TILES), end):
+            even, odd, there = _entry_tile(
+                tile - WINDOW_TILES, 0, chosen, blocks, compressed, block_stride,
+                TOPK, ENTRIES, DIM, PAIRS, SLOTS,
+            )  # fmt: skip
+            _store_weights(
+                queries_even, queries_odd, even, odd, there, factor * _ENTRY_BOOST,
+                weights, tops, totals, tile, head, HEADS, SLOTS, NUM_SLOTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _scaled_weights(
+    weights, tops, totals, tile, head, top, boost,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, NUM_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """A tile's weights (bf16, times boost) and their sum, brought to the row's scale: no rounding."""
+    mask = head < HEADS
+    own = tl.load(tops + tile * HEADS + head, mask=mask, other=_NOWHERE)
+    exponent = tl.maximum(own - top, -127.0).to(tl.int32) + 127
+    factor = (exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 and less become zero
+    total = tl.load(totals + tile * HEADS + head, mask=mask, other=0.0) * factor
+    slot = tile * SLOTS + tl.arange(0, SLOTS)
+    place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
+    weight = tl.load(place, mask=mask[:, None], other=0.0)
+    weight = _rounded(_widened(weight) * (factor * boost)[:, None])
+    return _operand(weight), total
+
+
+@triton.jit(do_not_specialize=["first_row"])
+def values_kernel(
+    weights,
+    tops,
+    totals,
+    sink,
+    records,
+    ring,
+    ring_slot_stride,
+    ring_entry_stride,
+    slots,
+    positions,
+    within,
+    window_from,
+    compressed,
+    block_stride,
+    block_table,
+    table_stride,
+    seqs,
+    chosen,
+    chosen_stride,
+    cos,
+    sin,
+    out,
+    first_row,
+    HEADS: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    DIM: tl.constexpr,
+    RING: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WINDOW_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_PADDED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SEQS: tl.constexpr,
+    ROPE: tl.constexpr,
+):
+    """2 * PAIRS dimensions of one row's result: grid (DIM / 2 / PAIRS, ceil(HEADS / HEAD_TILE), rows)."""
+    part = tl.program_id(0)
+    local = tl.program_id(2).to(tl.int64)
+    row = local + first_row
+    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    mask = head < HEADS
+    NUM_SLOTS: tl.constexpr = TILES * SLOTS
+    weights += local * HEADS * NUM_SLOTS
+    tops += local * TILES * HEADS
+    totals += local * TILES * HEADS
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    inside = tl.load(within + row).to(tl.int32)
+    first = tl.load(window_from + row).to(tl.int32)
+    tile = tl.arange(0, TILES_PADDED)
+    all_tops = tl.load(
+        tops + tile[:, None] * HEADS + head[None, :],
+        mask=(tile < TILES)[:, None] & mask[None, :],
+        other=_NOWHERE,
+    )
+    top = tl.where(mask, tl.max(all_tops, axis=0), 0.0)
+    total = tl.exp2(tl.load(sink + head, mask=mask, other=0.0) * _LOG2_E - top)
+    sum_even = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
+    sum_odd = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
+    for tile in range(WINDOW_TILES):
+        weight, more = _scaled_weights(
+            weights, tops, totals, tile, head, top, 1.0, HEADS, SLOTS, NUM_SLOTS
+        )
+        even, odd, _ = _window_tile(
+            tile, part, row, slot, position, inside, first, records, ring, ring_slot_stride,
+            ring_entry_stride, RING, WINDOW, BLOCK, DIM, PAIRS, SLOTS,
+        )  # fmt: skip
+        total += more
+        sum_even = tl.dot(weight, _operand(even), sum_even)
+        sum_odd = tl.dot(weight, _operand(odd), sum_odd)
+    if TOPK > 0:
+        chosen += row * chosen_stride
+        seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
+        blocks = block_table + seq * table_stride
+        for tile in range(WINDOW_TILES, TILES):
+            weight, more = _scaled_weights(
+                weights,
+                tops,
+                totals,
+                tile,
+                head,
+                top,
+                _ENTRY_BOOST,
+                HEADS,
+                SLOTS,
+                NUM_SLOTS,
+            )
+            even, odd, _ = _entry_tile(
+                tile - WINDOW_TILES, part, chosen, blocks, compressed, block_stride,
+                TOPK, ENTRIES, DIM, PAIRS, SLOTS,
+            )  # fmt: skip
+            total += more
+            sum_even = tl.dot(weight, _operand(even), sum_even)
+            sum_odd = tl.dot(weight, _operand(odd), sum_odd)
+    even = _widened(_rounded(sum_even / total[:, None]))
+    odd = _widened(_rounded(sum_odd / total[:, None]))
+    pair = part * PAIRS + tl.arange(0, PAIRS)
+    if ROPE > 0:
+        # Channels before the rotated ones are multiplied by one and added zero: not touched.
+        channel = 2 * pair - (DIM - ROPE)
+        turned = channel >= 0
+        cos_even = tl.load(cos + row * ROPE + channel, mask=turned, other=1.0)
+        cos_odd = tl.load(cos + row * ROPE + channel + 1, mask=turned, other=1.0)
+        sin_even = tl.load(sin + row * ROPE + channel, mask=turned, other=0.0)
+        sin_odd = tl.load(sin + row * ROPE + channel + 1, mask=turned, other=0.0)
+        turned_even = even * cos_even[None, :] - odd * sin_even[None, :]
+        turned_odd = odd * cos_odd[None, :] - even * sin_odd[None, :]
+        even = tl.where(turned[None, :], turned_even, even)
+        odd = tl.where(turned[None, :], turned_odd, odd)
+    channel = 2 * part * PAIRS + tl.arange(0, 2 * PAIRS)
+    place = out + (row * HEADS + head)[:, None] * DIM + channel[None, :]
+    both = _rounded(tl.interleave(even, odd))
+    if out.dtype.element_ty == tl.float32:
+        tl.store(place, _widened(both), mask=mask[:, None])
+    else:
+        tl.store(place, both, mask=mask[:, None])
