@@ -58,7 +58,7 @@ sparse_attention = Operation(
 block_attention = Operation("draft attention", paged.block_attention, "attention:block_attention")
 paged_scores = Operation("index scores", paged.paged_scores, "indexer:paged_scores", (DEEP_GEMM,))
 select_top = Operation("index top-k", indexer.select_top, "topk:select_top")
-candidate_mask = Operation("candidate blocks", indexer.candidate_mask, "topk:candidate_mask")
+candidate_mask = Operation("candidate blocks", indexer.candidate_mask, "indexer:candidate_mask")
 pool_pairs = Operation("compressor", compressor.pool_pairs, "compressor:pool_pairs")
 
 mix = Operation("mHC mix", hyper.mix, "hyper:mix")
@@ -72,7 +72,7 @@ route = Operation("gate", router.route, "router:route")
 engram_gate = Operation("Engram gate", engram.gate, "engram:gate")
 add_value = Operation("Engram value", engram.add_value, "engram:add_value")
 
-q8_roundtrip = Operation("Q8", quant.q8_roundtrip, "rows:q8_roundtrip")
+q8_roundtrip = Operation("Q8", quant.q8_roundtrip, "quant:q8_roundtrip")
 qf4_idx_roundtrip = Operation("QF4 of index queries", quant.qf4_idx_roundtrip)
 encode_window = Operation("window record", quant.encode_window, "quant:encode_window")
 decode_window = Operation("window vector", quant.decode_window, "quant:decode_window")

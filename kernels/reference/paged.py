@@ -85,10 +85,11 @@ def _entries(
 
 def block_attention(
     queries: Tensor,
-    vectors: Tensor,
+    records: Tensor,
     ring: Tensor,
     slots: Tensor,
-    starts: Tensor,
+    positions: Tensor,
+    within: Tensor,
     block: int,
     window: int,
     sink: Tensor,
@@ -100,22 +101,21 @@ def block_attention(
 
     Args:
         queries: bf16 values [S * block, heads, d], turned.
-        vectors: bf16 values [S * block, d], of the rows themselves, after Q8.
+        records: uint8 [S * block, window record], of the rows themselves.
         ring: uint8 [slots, ring size, window record], of this stage.
-        slots, starts: int64 [S]: state slot, and position of the block's first row.
+        slots, positions, within: int64 [S * block]: state slot, position, and place in the block.
 
     Returns:
         bf16 values as float32 [S * block, heads, d].
     """
-    before = starts[:, None] + torch.arange(-window, 0, device=queries.device)
+    since = positions - within
+    before = since[:, None] + torch.arange(-window, 0, device=queries.device)
     empty = before < 0
     record = ring[slots[:, None], before.clamp(min=0) % ring.shape[1]]
     context = decode_window(record.masked_fill(empty[..., None], 0))
-    own = vectors.float().view(len(slots), block, -1)
-    seqs = torch.arange(len(slots), device=queries.device).repeat_interleave(block)
-    nothing = own.new_zeros((len(queries), block), dtype=torch.bool)
-    parts = [(context[seqs], empty[seqs]), (own[seqs], nothing)]
-    out = sink_attention(queries.float(), parts, sink, scale)
+    own = decode_window(records).view(-1, block, queries.shape[2]).repeat_interleave(block, 0)
+    nothing = torch.zeros_like(empty[:, :1]).expand(-1, block)
+    out = sink_attention(queries.float(), [(context, empty), (own, nothing)], sink, scale)
     if cos is None or sin is None:
         return out
     return rotate(out, RopeTable(cos, -sin))

@@ -3,6 +3,7 @@ CPU's way, as long as both run the references; so on a GPU only the kernels are 
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from forward_world import SHAPES, World, weights_of
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from phalanx.kernels import registry
 from phalanx.worker_svc.model.gpu_weights import GpuWeights
+from phalanx.worker_svc.model.moe import LocalExperts
 
 
 @pytest.fixture
@@ -27,7 +29,7 @@ def gpu_way() -> Iterator[None]:
 def stream(shape: str) -> list[Tensor]:
     """Logits of a prompt in two portions, of single tokens and of rows that are not kept, beside another
     sequence; and the records that they leave."""
-    world = World(shape, seed=5)
+    world = World(shape, seed=5, draft_experts=LocalExperts(weights_of(shape)))
     ids, other = world.tokens(140), world.tokens(60)
     found = [world.run(0, 0, ids[:71])]
     pending = world.forward(world.rows(1, 0, other), world.rows(0, 71, ids[71:130]))
@@ -36,7 +38,16 @@ def stream(shape: str) -> list[Tensor]:
     pending = world.forward(world.rows(0, 130, [*ids[130:132], *world.tokens(4)]))
     pending.commit([2])
     found += [pending.logits, world.run(0, 132, ids[132:133])]
+    assert world.model.drafter is not None
+    drafts = world.model.drafter.propose(
+        np.array([0, 1]), np.array([133, 60]), np.array([7, 8]), np.array([0, 1]), _best
+    )
+    found += [drafts.tokens, drafts.logits, drafts.confidences]
     return [*found, world.pools.blocks, world.pools.slots]
+
+
+def _best(index: int, logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -74,7 +74,7 @@ class DraftContext(LayerContext):
         slot_ids: int64 [S].
         ring_indices: int64 [S, W], the W positions before the block.
         ring_empty: bool [S, W], positions before the sequence's start.
-        starts: int64 [S], position of each block's first row.
+        positions: int64 [P].
     """
 
     pools: CachePools
@@ -84,7 +84,7 @@ class DraftContext(LayerContext):
     slot_ids: Tensor
     ring_indices: Tensor
     ring_empty: Tensor
-    starts: Tensor
+    positions: Tensor
 
 
 class Drafter:
@@ -216,7 +216,7 @@ class Drafter:
             slot_ids=torch.from_numpy(slot_ids).to(device),
             ring_indices=(before % self._pools.layout.ring_size).to(device),
             ring_empty=(before < 0).to(device),
-            starts=starts.to(device),
+            positions=at.to(device),
         )
 
 
@@ -224,25 +224,10 @@ def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Ten
     """The stages' attention: the ring's context, then the block's own rows, in both directions."""
     config, rope = context.config, context.rope
     queries, _, kv = project(weights, config, rope, x)
-    kv = q8_roundtrip(kv)
     scale = config.head_dim**-0.5
     if on_gpu(x):
-        count, ring = context.num_rows, context.pools.rings[:, layer]
-        o = torch.zeros_like(queries, dtype=torch.float32)
-        o[:count] = block_attention(
-            queries[:count],
-            kv[:count],
-            ring,
-            context.slot_ids,
-            context.starts,
-            context.block,
-            config.sliding_window,
-            weights.sink,
-            scale,
-            rope.cos[:count],
-            rope.sin[:count],
-        )
-        return output(weights, config, o)
+        return output(weights, config, _attend_records(context, weights, layer, queries, kv))
+    kv = q8_roundtrip(kv)
     empty = context.ring_empty
     ring = context.pools.rings[context.slot_ids.unsqueeze(1), layer, context.ring_indices]
     # Weighed with zero, but a sequence that is gone may have left a broken vector there.
@@ -255,3 +240,27 @@ def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Ten
     ]
     o = rotate(sink_attention(queries, parts, weights.sink, scale), rope.inverse())
     return output(weights, config, o)
+
+
+def _attend_records(
+    context: DraftContext, weights: AttentionWeights, layer: int, queries: Tensor, kv: Tensor
+) -> Tensor:
+    """On a GPU: read the ring where it lies. The result is turned back; rows that fill a tile are 0."""
+    config, rope, count = context.config, context.rope, context.num_rows
+    o = torch.zeros_like(queries, dtype=torch.float32)
+    seqs = context.seqs[:count]
+    o[:count] = block_attention(
+        queries[:count].contiguous(),
+        encode_window(kv[:count]),
+        context.pools.rings[:, layer],
+        context.slot_ids[seqs],
+        context.positions[:count],
+        torch.arange(count, device=seqs.device) % context.block,
+        context.block,
+        config.sliding_window,
+        weights.sink,
+        config.head_dim**-0.5,
+        rope.cos[:count],
+        rope.sin[:count],
+    )
+    return o
