@@ -45,7 +45,7 @@ def token_logprobs(
     if num_top:
         best = best_columns(order_keys(logits), kept, num_top)
     else:
-        best = torch.empty(logits.shape[0], 0, dtype=torch.int64)
+        best = columns.new_empty(logits.shape[0], 0)
     values = scaled.gather(1, best.clamp(min=0)) - total[:, None]
     return TokenLogprobs(own.float(), best, values.masked_fill_(best < 0, float("-inf")).float())
 
@@ -57,7 +57,8 @@ def raw_logprobs(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> Token
         logits: float32 [n, V], no NaN or +inf, at least one finite a row.
         ids: int64 [n].
     """
-    scaled = scaled_logits(logits, logits.amax(1), torch.ones(logits.shape[0], dtype=torch.float64))
+    maximum = logits.amax(1)
+    scaled = scaled_logits(logits, maximum, torch.ones_like(maximum, dtype=torch.float64))
     kept = logits > float("-inf")
     return token_logprobs(logits, scaled, scaled.exp(), kept, ids, num_top)
 

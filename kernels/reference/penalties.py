@@ -43,7 +43,7 @@ def unpack_bitmask(words: torch.Tensor, vocab: int) -> torch.Tensor:
     Returns:
         bool [n, vocab].
     """
-    bits = torch.arange(32, dtype=torch.int32)
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
     return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab]
 
 

@@ -24,7 +24,7 @@ def order_keys(logits: torch.Tensor) -> torch.Tensor:
     """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 and 0.0 are a tie
     ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # negative floats reversed
-    columns = torch.arange(logits.shape[1], dtype=torch.int64)
+    columns = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
     return ordered.long().mul_(1 << 32).add_((1 << 32) - 1 - columns)
 
 
@@ -106,11 +106,11 @@ def _cutoff(
     num_columns = keys.shape[1]
     total = mass.sum(1)
     cutoff = torch.empty_like(limit)
-    open_rows = torch.arange(keys.shape[0])
+    open_rows = torch.arange(keys.shape[0], device=keys.device)
     for size in (*(size for size in prefixes if size < num_columns), num_columns):
         top = torch.topk(_pick(keys, open_rows), size, dim=1)
         lim, share = limit[open_rows], top_p[open_rows]
-        inside = torch.arange(size) < lim[:, None]
+        inside = torch.arange(size, device=keys.device) < lim[:, None]
         head = mass[open_rows[:, None], top.indices].mul_(inside)
         before = head.cumsum(1).sub_(head)
         whole = torch.where(lim <= size, head.sum(1), total[open_rows])

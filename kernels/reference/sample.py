@@ -83,8 +83,7 @@ def sample(
     status = torch.where(broken, int(SampleStatus.NAN), blocked * int(SampleStatus.ALL_BLOCKED))
 
     ids, candidates = _force_top_k(usable, force_top_k)
-    greedy = ~(rows.temperature > 0)
-    temperature = rows.temperature.double().clamp(min=TEMPERATURE_MIN).masked_fill(greedy, 1.0)
+    greedy, temperature = _temperatures(rows)
     columns, chosen = _choose(candidates, ids, maximum, temperature, greedy, rows)
     tokens = columns if ids is None else ids.gather(1, columns[:, None])[:, 0]
     failed = status != int(SampleStatus.OK)
@@ -94,6 +93,41 @@ def sample(
         None if chosen is None else _named(chosen, ids, failed),
         _raw(raw, tokens, failed, rows),
     )
+
+
+def logprobs_of(
+    tokens: torch.Tensor,
+    status: torch.Tensor,
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    mask: torch.Tensor | None = None,
+    *,
+    force_top_k: int = FORCE_TOP_K,
+) -> SampleResult:
+    """The result of `sample` around tokens that were drawn elsewhere from the same arguments.
+
+    Args:
+        tokens: int64 [n]; read only where `status` is OK.
+        status: uint8 [n].
+    """
+    raw, _, _ = _screen(logits)
+    usable, maximum, _ = _screen(edit_logits(raw, rows, mask))
+    failed = status != int(SampleStatus.OK)
+    ids, candidates = _force_top_k(usable, force_top_k)
+    own = tokens.masked_fill(failed, 0)
+    columns = own
+    if ids is not None:
+        columns = torch.searchsorted(ids, own[:, None])[:, 0].clamp(max=ids.shape[1] - 1)
+    greedy, temperature = _temperatures(rows)
+    scaled, weights, kept = _distribution(candidates, maximum, temperature, greedy, rows)
+    found = token_logprobs(candidates, scaled, weights, kept, columns, rows.num_top_logprobs)
+    return SampleResult(tokens, status, _named(found, ids, failed), _raw(raw, own, failed, rows))
+
+
+def _temperatures(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bool [n], which rows are greedy; float64 [n], 1 for those)."""
+    greedy = ~(rows.temperature > 0)
+    return greedy, rows.temperature.double().clamp(min=TEMPERATURE_MIN).masked_fill(greedy, 1.0)
 
 
 def _screen(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,6 +166,23 @@ def _choose(
     all_greedy = bool(greedy.all())
     if all_greedy and not want_logprobs:
         return logits.argmax(1), None  # the first of equals, which is the lower id
+    scaled, weights, kept = _distribution(logits, maximum, temperature, greedy, rows)
+    columns = logits.argmax(1)
+    if not all_greedy:
+        columns = torch.where(greedy, columns, _draw(weights, kept, ids, rows))
+    if not want_logprobs:
+        return columns, None
+    return columns, token_logprobs(logits, scaled, weights, kept, columns, rows.num_top_logprobs)
+
+
+def _distribution(
+    logits: torch.Tensor,
+    maximum: torch.Tensor,
+    temperature: torch.Tensor,
+    greedy: torch.Tensor,
+    rows: SamplingRows,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(scaled logits, weights, which columns are kept), [n, K] each; greedy rows are unfiltered."""
     scaled = scaled_logits(logits, maximum, temperature)
     weights = scaled.exp()
     kept = kept_columns(
@@ -141,12 +192,7 @@ def _choose(
         rows.top_p.double().masked_fill(greedy, 1.0),
         rows.min_p.double().masked_fill(greedy, 0.0),
     )
-    columns = logits.argmax(1)
-    if not all_greedy:
-        columns = torch.where(greedy, columns, _draw(weights, kept, ids, rows))
-    if not want_logprobs:
-        return columns, None
-    return columns, token_logprobs(logits, scaled, weights, kept, columns, rows.num_top_logprobs)
+    return scaled, weights, kept
 
 
 def _draw(
@@ -154,7 +200,7 @@ def _draw(
 ) -> torch.Tensor:
     keys = row_keys(rows.seed, rows.position, rows.purpose)
     if ids is None:
-        ids = torch.arange(weights.shape[1], dtype=torch.int64)
+        ids = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device)
     times = exponential(keys, ids).div_(weights)  # weight 0 waits for ever
     return times.masked_fill_(~kept, float("inf")).argmin(1)
 

@@ -5,7 +5,8 @@ verified. Nothing here knows its place in the batch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 
@@ -28,7 +29,11 @@ class Ragged:
     def row_of_value(self) -> torch.Tensor:
         """int64 [total]: the row each value belongs to."""
         lengths = self.offsets.diff()
-        return torch.arange(lengths.numel()).repeat_interleave(lengths)
+        rows = torch.arange(lengths.numel(), device=lengths.device)
+        return rows.repeat_interleave(lengths, output_size=self.values.numel())
+
+    def to(self, device: torch.device) -> "Ragged":
+        return Ragged(self.values.to(device), self.offsets.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,15 @@ class SamplingRows:
     @property
     def num_rows(self) -> int:
         return self.seed.numel()
+
+    def to(self, device: torch.device) -> "SamplingRows":
+        """The same rows with every tensor on `device`."""
+        moved: dict[str, Any] = {
+            part.name: value.to(device)
+            for part in fields(self)
+            if isinstance(value := getattr(self, part.name), torch.Tensor | Ragged)
+        }
+        return replace(self, **moved)
 
     @staticmethod
     def of(

@@ -1,0 +1,82 @@
+"""The sampler over the full vocabulary, in one launch, against what torch does for the same rows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Final
+
+import torch
+
+from phalanx.bench.kernels.harness import Ceilings, Figure, rotating, time_us
+from phalanx.kernels.reference.sample import sample as reference
+from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
+from phalanx.kernels.triton.configs import Config
+from phalanx.kernels.triton.sample import CANDIDATES, sample
+
+VOCAB: Final = 129_280
+SETTINGS: Final = {
+    "greedy": RowParams(temperature=0.0),
+    "top-p 0.95": RowParams(temperature=0.8, top_p=0.95),
+    "top-k 50, min-p": RowParams(temperature=0.8, top_k=50, min_p=0.05),
+    "all 4096": RowParams(temperature=0.8),
+}
+GOALS_US: Final = {1: 40.0, 64: 60.0, 256: 100.0}
+_COPIES: Final = 2  # sets of logits read in turn
+
+
+def figures(limits: Ceilings) -> list[Figure]:
+    return [
+        _figure(limits, num_rows, name, row)
+        for num_rows in GOALS_US
+        for name, row in SETTINGS.items()
+    ]
+
+
+def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
+    """The fastest settings for 256 rows of top-p: about 10 s, most of it compiling."""
+    logits, rows = _inputs(256, SETTINGS["top-p 0.95"])
+    times = [time_us(partial(sample, logits[0], rows, settings=each)) for each in CANDIDATES]
+    return {"sample": {str(VOCAB): CANDIDATES[times.index(min(times))]}}
+
+
+def _figure(limits: Ceilings, num_rows: int, name: str, row: RowParams) -> Figure:
+    logits, rows = _inputs(num_rows, row)
+    us = time_us(rotating([partial(sample, x, rows) for x in logits])) / _COPIES
+    if name == "greedy":
+        other = "torch argmax"
+        other_us = time_us(rotating([partial(torch.argmax, x, 1) for x in logits])) / _COPIES
+    elif name == "top-p 0.95":
+        other = "torch softmax + multinomial, without top-p"
+        other_us = _eager_us(lambda: (logits[0] / 0.8).softmax(1).multinomial(1))
+    else:
+        other, other_us = "torch reference", _eager_us(lambda: reference(logits[0], rows))
+    return Figure(
+        op="sample",
+        shape=f"{num_rows} x {VOCAB}, {name}",
+        us=us,
+        floor_us=limits.floor_us(num_rows * (4 * VOCAB + 9 * 8 + 9)),
+        goal_us=GOALS_US[num_rows],
+        alternative=other,
+        alternative_us=other_us,
+    )
+
+
+def _inputs(num_rows: int, row: RowParams) -> tuple[list[torch.Tensor], SamplingRows]:
+    params = [replace(row, seed=seed) for seed in range(num_rows)]
+    rows = SamplingRows.of(params).to(torch.device("cuda"))
+    return [2.5 * torch.randn(num_rows, VOCAB, device="cuda") for _ in range(_COPIES)], rows
+
+
+def _eager_us(run: Callable[[], object]) -> float:
+    """Median time of what synchronises with the host, and so cannot be captured in a graph."""
+    event = partial(torch.cuda.Event, enable_timing=True)
+    times: list[float] = []
+    for _ in range(8):
+        start, end = event(), event()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return median(times[3:])
