@@ -1,0 +1,223 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+"""Cache records and activation formats as kernels: the bits of `kernels.reference.quant`.
+
+Each program takes a block of groups, wherever they lie in their rows: a group of 16 or 32 values has
+one scale and depends on nothing else, so a row's bits cannot depend on other rows. Exact for every
+finite input: scales come from integer arithmetic on the bits or from an IEEE division, roundings
+are to nearest, ties to even. Non-finite input never traps; what it becomes is unspecified.
+"""
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.reference.quant import (
+    GROUP,
+    KV_GROUP,
+    compressed_bytes,
+    index_key_bytes,
+    window_bytes,
+)
+from phalanx.kernels.triton import formats
+from phalanx.kernels.triton.configs import Config, config
+
+_DEFAULT: Final[Config] = {"BLOCK": 32, "num_warps": 4}  # groups a program
+
+
+@triton.jit
+def _q8_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = (group < num_groups)[:, None]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, formats.q8_values(x), mask=mask)
+
+
+@triton.jit
+def _encode_window_kernel(
+    x_ptr, out_ptr, num_groups, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    RECORD: tl.constexpr = GROUPS * 33
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, g = (group // GROUPS).to(tl.int64), group % GROUPS
+    lane = tl.arange(0, 32)[None, :]
+    mask = (group < num_groups)[:, None]
+    x = tl.load(x_ptr + (row * x_stride + g * 32)[:, None] + lane, mask=mask, other=0.0)
+    codes, exponent = formats.q8_codes(x.to(tl.float32))
+    tl.store(out_ptr + (row * RECORD + g * 32)[:, None] + lane, codes, mask=mask)
+    scale_at = (row * RECORD + GROUPS * 32 + g)[:, None]
+    tl.store(out_ptr + scale_at, exponent.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _decode_window_kernel(
+    record_ptr, out_ptr, num_groups, record_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
+):
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, g = (group // GROUPS).to(tl.int64), group % GROUPS
+    lane = tl.arange(0, 32)[None, :]
+    mask = (group < num_groups)[:, None]
+    at = (row * record_stride + g * 32)[:, None] + lane
+    codes = tl.load(record_ptr + at, mask=mask, other=0)
+    scale_at = (row * record_stride + GROUPS * 32 + g)[:, None]
+    scale = tl.load(record_ptr + scale_at, mask=mask, other=0)
+    values = formats.from_e4m3(codes) * formats.from_ue8m0(scale)
+    tl.store(out_ptr + ((row * GROUPS + g) * 32)[:, None] + lane, values, mask=mask)
+
+
+@triton.jit
+def _encode_fp4_kernel(
+    x_ptr,
+    out_ptr,
+    num_groups,
+    x_stride,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    HALF: tl.constexpr = GROUP // 2
+    RECORD: tl.constexpr = GROUPS * (HALF + 1)
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, g = (group // GROUPS).to(tl.int64), group % GROUPS
+    mask = (group < num_groups)[:, None]
+    lane = tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + (row * x_stride + g * GROUP)[:, None] + lane, mask=mask, other=0.0)
+    if GROUP == 16:
+        codes, scale = formats.qf4_kv(x.to(tl.float32), BLOCK)
+    else:
+        codes, scale = formats.qf4_idx(x.to(tl.float32), BLOCK)
+    lane = tl.arange(0, HALF)[None, :]
+    tl.store(out_ptr + (row * RECORD + g * HALF)[:, None] + lane, codes, mask=mask)
+    scale_at = (row * RECORD + GROUPS * HALF + g)[:, None]
+    tl.store(out_ptr + scale_at, scale.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _decode_fp4_kernel(
+    record_ptr,
+    out_ptr,
+    num_groups,
+    record_stride,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    HALF: tl.constexpr = GROUP // 2
+    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, g = (group // GROUPS).to(tl.int64), group % GROUPS
+    mask = (group < num_groups)[:, None]
+    at = (row * record_stride + g * HALF)[:, None] + tl.arange(0, HALF)[None, :]
+    packed = tl.load(record_ptr + at, mask=mask, other=0)
+    scale_at = (row * record_stride + GROUPS * HALF + g)[:, None]
+    scale = tl.load(record_ptr + scale_at, mask=mask, other=0)
+    if GROUP == 16:
+        factor = formats.from_e4m3(scale)
+    else:
+        factor = formats.from_ue8m0(scale)
+    values = formats.unpack_e2m1(packed, BLOCK, GROUP) * factor
+    lane = tl.arange(0, GROUP)[None, :]
+    tl.store(out_ptr + ((row * GROUPS + g) * GROUP)[:, None] + lane, values, mask=mask)
+
+
+def q8_roundtrip(
+    x: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
+) -> Tensor:
+    """What is left of x after Q8: bf16 or float32 [..., K], K a multiple of 32 -> [..., K].
+
+    Bits of the reference. The values are bf16 values: `out_dtype` bfloat16 loses nothing.
+    """
+    _check_width(x.shape[-1], GROUP)
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=out_dtype)
+    num_groups = x.numel() // GROUP
+    if num_groups:
+        chosen = settings or config("q8_roundtrip", str(x.shape[-1]), _DEFAULT)
+        _q8_kernel[(triton.cdiv(num_groups, chosen["BLOCK"]),)](x, out, num_groups, **chosen)
+    return out
+
+
+def encode_window(x: Tensor, *, settings: Config | None = None) -> Tensor:
+    """bf16 or float32 [..., K], K a multiple of 32 -> window records uint8 [..., window_bytes(K)]."""
+    return _encode(_encode_window_kernel, x, GROUP, window_bytes(x.shape[-1]), settings)
+
+
+def decode_window(
+    record: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
+) -> Tensor:
+    """Window records uint8 [..., window_bytes(K)] -> [..., K], bf16 values for what `encode_window` made."""
+    dim = record.shape[-1] * GROUP // (GROUP + 1)
+    return _decode(_decode_window_kernel, record, GROUP, dim, out_dtype, settings)
+
+
+def encode_compressed(x: Tensor, *, settings: Config | None = None) -> Tensor:
+    """bf16 or float32 [..., K], K a multiple of 16 -> records uint8 [..., compressed_bytes(K)]."""
+    return _encode(
+        _encode_fp4_kernel, x, KV_GROUP, compressed_bytes(x.shape[-1]), settings, GROUP=KV_GROUP
+    )
+
+
+def decode_compressed(
+    record: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
+) -> Tensor:
+    """Compressed records uint8 [..., compressed_bytes(K)] -> [..., K], bf16 values."""
+    dim = record.shape[-1] * 16 // 9
+    return _decode(_decode_fp4_kernel, record, KV_GROUP, dim, out_dtype, settings, GROUP=KV_GROUP)
+
+
+def encode_index_key(x: Tensor, *, settings: Config | None = None) -> Tensor:
+    """bf16 or float32 [..., K], K a multiple of 32 -> records uint8 [..., index_key_bytes(K)]."""
+    return _encode(
+        _encode_fp4_kernel, x, GROUP, index_key_bytes(x.shape[-1]), settings, GROUP=GROUP
+    )
+
+
+def decode_index_key(
+    record: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
+) -> Tensor:
+    """Index key records uint8 [..., index_key_bytes(K)] -> [..., K], bf16 values."""
+    dim = record.shape[-1] * 32 // 17
+    return _decode(_decode_fp4_kernel, record, GROUP, dim, out_dtype, settings, GROUP=GROUP)
+
+
+def _encode(
+    kernel: Any, x: Tensor, group: int, width: int, settings: Config | None, **shape: int
+) -> Tensor:
+    dim = x.shape[-1]
+    _check_width(dim, group)
+    rows = x.reshape(-1, dim)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = x.new_empty((*x.shape[:-1], width), dtype=torch.uint8)
+    num_groups = rows.shape[0] * (dim // group)
+    if num_groups:
+        chosen = settings or config("encode", f"{group}x{dim}", _DEFAULT)
+        grid = (triton.cdiv(num_groups, chosen["BLOCK"]),)
+        kernel[grid](rows, out, num_groups, rows.stride(0), GROUPS=dim // group, **shape, **chosen)
+    return out
+
+
+def _decode(
+    kernel: Any,
+    record: Tensor,
+    group: int,
+    dim: int,
+    out_dtype: torch.dtype,
+    settings: Config | None,
+    **shape: int,
+) -> Tensor:
+    rows = record.reshape(-1, record.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = record.new_empty((*record.shape[:-1], dim), dtype=out_dtype)
+    num_groups = rows.shape[0] * (dim // group)
+    if num_groups:
+        chosen = settings or config("decode", f"{group}x{dim}", _DEFAULT)
+        grid = (triton.cdiv(num_groups, chosen["BLOCK"]),)
+        kernel[grid](rows, out, num_groups, rows.stride(0), GROUPS=dim // group, **shape, **chosen)
+    return out
+
+
+def _check_width(width: int, group: int) -> None:
+    if width % group:
+        raise ValueError(f"the last dimension is {width}; it must be a multiple of {group}")
