@@ -23,13 +23,18 @@ from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.topk import load_bits, ordered_key, select_top
 
 CANDIDATES: Final[list[Config]] = [
-    {"rows": rows, "tiles": tiles, "num_warps": 4, "num_stages": stages}
-    for rows in (1, 4, 8)
-    for tiles in (8, 16)
+    {"rows": 1, "tiles": tiles, "num_warps": 4, "num_stages": stages}
+    for tiles in (8, 16, 32)
     for stages in (2, 3, 5)
 ]
+CANDIDATES_MANY: Final[list[Config]] = [
+    {"rows": rows, "tiles": tiles, "num_warps": warps, "num_stages": stages}
+    for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))
+    for tiles in (16, 32)
+    for stages in (2, 3)
+]
 _DEFAULT: Final[Config] = {"rows": 1, "tiles": 8, "num_warps": 4, "num_stages": 3}
-_DEFAULT_MANY: Final[Config] = {"rows": 8, "tiles": 4, "num_warps": 4, "num_stages": 2}
+_DEFAULT_MANY: Final[Config] = {"rows": 4, "tiles": 32, "num_warps": 8, "num_stages": 3}
 _MANY_ROWS: Final = 512  # from here on rows usually share their sequence
 
 
@@ -127,15 +132,14 @@ def _shift(pointer, never, GROUPS: tl.constexpr):
 
 @triton.jit
 def _query_part(
-    queries, num_heads, quad, PART: tl.constexpr, QUADS: tl.constexpr, HEADS: tl.constexpr
+    queries, head, known, quad, PART: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """What belongs to `_keys` of the same part: bf16 [W, HEADS], 2^32 times the query."""
-    head = tl.arange(0, HEADS)
-    values = tl.load(
-        queries + head[None, :] * (4 * QUADS) + quad[:, None] * 4 + PART,
-        mask=(head < num_heads)[None, :],
-        other=0.0,
-    )
+    """What belongs to `_keys` of the same part: bf16 [QUADS, COLUMNS], 2^32 times the query.
+
+    `head` counts the heads of all rows; it is read where `known`.
+    """
+    source = head.to(tl.int64)[None, :] * (4 * QUADS) + (quad * 4 + PART)[:, None]
+    values = tl.load(queries + source, mask=known[None, :], other=0.0)
     return (values.to(tl.float32) * 4294967296.0).to(tl.bfloat16)
 
 
@@ -193,38 +197,7 @@ def _either(left, right):
 
 
 @triton.jit
-def _tile_scores(codes, factors, q0, q1, q2, q3, weights, ones):
-    """Scores of a tile for one row, float32 [TILE]."""
-    dots = tl.zeros((codes.shape[0], q0.shape[1]), tl.float32)
-    dots = _dot(_keys(codes, factors, 0), q0, dots)
-    dots = _dot(_keys(codes, factors, 1), q1, dots)
-    dots = _dot(_keys(codes, factors, 2), q2, dots)
-    dots = _dot(_keys(codes, factors, 3), q3, dots)
-    parts = _weighted(dots, tl.broadcast_to(weights, dots.shape))
-    total = _dot(parts, ones, tl.zeros((codes.shape[0], 16), tl.float32))
-    return tl.reduce(total, 1, _either)
-
-
-@triton.jit
-def _load_weights(head_weights, num_heads, HEADS: tl.constexpr):
-    head = tl.arange(0, HEADS)
-    weights = tl.load(head_weights + head, mask=head < num_heads, other=0.0)
-    return weights.to(tl.bfloat16)[None, :]
-
-
-@triton.jit
-def _store(out, total, tile, seen, num_entries, TILE: tl.constexpr):
-    at = tile * TILE + tl.arange(0, TILE)
-    total = tl.where(at < seen, total, float("-inf"))
-    if _INTERPRETED:
-        total = _round(total)
-    if out.dtype.element_ty == tl.float32:
-        total = total.to(tl.bfloat16)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < num_entries)
-
-
-@triton.jit
-def _row_kernel(
+def _score_kernel(
     queries,
     head_weights,
     keys,
@@ -235,6 +208,7 @@ def _row_kernel(
     num_rows,
     num_entries,
     num_heads,
+    num_tiles,
     block_stride,
     table_stride,
     out_stride,
@@ -244,123 +218,86 @@ def _row_kernel(
     RECORD: tl.constexpr,
     QUADS: tl.constexpr,
     HEADS: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One row's scores over TILES tiles of keys. `keys` points to int16, four codes each."""
-    row = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * TILES
-    seen = tl.minimum(tl.load(visible + row), num_entries).to(tl.int32)
-    end = tl.minimum(first + TILES, tl.cdiv(num_entries, TILE))
-    shown = tl.maximum(tl.minimum(end, tl.cdiv(seen, TILE)), first)
-    out += row * out_stride
-
-    if shown > first:
-        quad = _quad(QUADS, QUADS // 8)
-        shift = _shift(visible, never, QUADS // 8)
-        block_table += tl.load(seqs + row).to(tl.int64) * table_stride
-        queries += row * (num_heads * 4 * QUADS)
-        q0 = _query_part(queries, num_heads, quad, 0, QUADS, HEADS)
-        q1 = _query_part(queries, num_heads, quad, 1, QUADS, HEADS)
-        q2 = _query_part(queries, num_heads, quad, 2, QUADS, HEADS)
-        q3 = _query_part(queries, num_heads, quad, 3, QUADS, HEADS)
-        weights = _load_weights(head_weights + row * num_heads, num_heads, HEADS)
-        ones = tl.full((HEADS, 16), 1.0, tl.float32).to(tl.bfloat16)
-        for tile in tl.range(first, shown, num_stages=STAGES):
-            codes, factors = _load_keys(
-                keys, block_table, tile, block_stride, quad, shift, ENTRIES, TILE, RECORD, QUADS
-            )
-            total = _tile_scores(codes, factors, q0, q1, q2, q3, weights, ones)
-            _store(out, total, tile, seen, num_entries, TILE)
-    hidden = tl.full((TILE,), float("-inf"), tl.float32)
-    for tile in range(shown, end):
-        _store(out, hidden, tile, seen, num_entries, TILE)
-
-
-@triton.jit
-def _pack_kernel(queries, packed, num_heads, QUADS: tl.constexpr, HEADS: tl.constexpr):
-    """A row's four `_query_part`s, one after the other: bf16 [R, 4, QUADS, HEADS]."""
-    row = tl.program_id(0).to(tl.int64)
-    quad = _quad(QUADS, QUADS // 8)
-    queries += row * (num_heads * 4 * QUADS)
-    place = tl.arange(0, QUADS)[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
-    packed += row * (4 * QUADS * HEADS)
-    for part in tl.static_range(4):
-        values = _query_part(queries, num_heads, quad, part, QUADS, HEADS)
-        tl.store(packed + part * QUADS * HEADS + place, values)
-
-
-@triton.jit
-def _rows_kernel(
-    queries,
-    head_weights,
-    keys,
-    block_table,
-    seqs,
-    visible,
-    out,
-    num_rows,
-    num_entries,
-    num_heads,
-    block_stride,
-    table_stride,
-    out_stride,
-    never,
-    ENTRIES: tl.constexpr,
-    TILE: tl.constexpr,
-    RECORD: tl.constexpr,
-    QUADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """As `_row_kernel`, for ROWS neighbouring rows; those of one sequence share its keys.
+    """Scores of ROWS neighbouring rows over `num_tiles` tiles; `keys` points to int16, four codes each.
 
-    `queries` are those of `_pack_kernel`.
+    Neighbours of one sequence are served by one pass over its keys, the heads of all ROWS rows side
+    by side; neighbours of several sequences take a pass each.
     """
     start = tl.program_id(0) * ROWS
     stop = tl.minimum(start + ROWS, num_rows)
-    first = tl.program_id(1) * TILES
-    end = tl.minimum(first + TILES, tl.cdiv(num_entries, TILE))
+    first = tl.program_id(1) * num_tiles
+    end = tl.minimum(first + num_tiles, tl.cdiv(num_entries, TILE))
     member = start + tl.arange(0, ROWS)
     seqs_here = tl.load(seqs + member, mask=member < stop, other=-1)
     seen_here = tl.load(visible + member, mask=member < stop, other=0)
+    seen_here = tl.minimum(seen_here, num_entries).to(tl.int32)
 
     quad = _quad(QUADS, QUADS // 8)
     shift = _shift(visible, never, QUADS // 8)
+    column = tl.arange(0, ROWS * HEADS)
+    known = (column % HEADS < num_heads) & (start + column // HEADS < stop)
+    known &= first * TILE < tl.max(seen_here)
+    head = (start + column // HEADS) * num_heads + column % HEADS
+    q0 = _query_part(queries, head, known, quad, 0, QUADS, ROWS * HEADS)
+    q1 = _query_part(queries, head, known, quad, 1, QUADS, ROWS * HEADS)
+    q2 = _query_part(queries, head, known, quad, 2, QUADS, ROWS * HEADS)
+    q3 = _query_part(queries, head, known, quad, 3, QUADS, ROWS * HEADS)
+    weights = tl.load(head_weights + head, mask=known, other=0.0).to(tl.bfloat16)
+    weights = tl.broadcast_to(weights[None, :], (TILE, ROWS * HEADS))
     ones = tl.full((HEADS, 16), 1.0, tl.float32).to(tl.bfloat16)
-    hidden = tl.full((TILE,), float("-inf"), tl.float32)
-    place = tl.arange(0, QUADS)[:, None] * HEADS + tl.arange(0, HEADS)[None, :]
-    PART: tl.constexpr = QUADS * HEADS
-    packed_stride = tl.full((), 4 * PART, tl.int64)
-    wide_stride = tl.full((), 1, tl.int64) * out_stride
+
+    # The results, row after row.
+    place = tl.arange(0, ROWS * TILE)
+    row, entry = start + place // TILE, place % TILE
+    seen = tl.load(visible + row, mask=row < stop, other=0)
+    target = out + row.to(tl.int64) * out_stride + entry
     while start < stop:
         seq = tl.load(seqs + start).to(tl.int64)
-        other = (member > start) & (seqs_here != seq)
-        next_start = tl.min(tl.where(other, member, stop))
+        next_start = tl.min(tl.where((member > start) & (seqs_here != seq), member, stop))
         ours = (member >= start) & (member < next_start)
-        most = tl.minimum(tl.max(tl.where(ours, seen_here, 0)), num_entries).to(tl.int32)
+        most = tl.max(tl.where(ours, seen_here, 0))
         shown = tl.maximum(tl.minimum(end, tl.cdiv(most, TILE)), first)
         table = block_table + seq * table_stride
-        for tile in range(first, shown):
+        written = (row >= start) & (row < next_start)
+        for tile in tl.range(first, shown, num_stages=STAGES):
             codes, factors = _load_keys(
                 keys, table, tile, block_stride, quad, shift, ENTRIES, TILE, RECORD, QUADS
             )
-            for row in tl.range(start, next_start, num_stages=STAGES):
-                packed = queries + row * packed_stride + place
-                q0 = tl.load(packed)
-                q1 = tl.load(packed + PART)
-                q2 = tl.load(packed + 2 * PART)
-                q3 = tl.load(packed + 3 * PART)
-                weights = _load_weights(head_weights + row * num_heads, num_heads, HEADS)
-                seen = tl.load(visible + row)
-                total = _tile_scores(codes, factors, q0, q1, q2, q3, weights, ones)
-                _store(out + row * wide_stride, total, tile, seen, num_entries, TILE)
+            dots = tl.zeros((TILE, ROWS * HEADS), tl.float32)
+            dots = _dot(_keys(codes, factors, 0), q0, dots)
+            dots = _dot(_keys(codes, factors, 1), q1, dots)
+            dots = _dot(_keys(codes, factors, 2), q2, dots)
+            dots = _dot(_keys(codes, factors, 3), q3, dots)
+            parts = _weighted(dots, weights)
+            if ROWS > 1:
+                parts = parts.reshape(TILE, ROWS, HEADS).trans(1, 0, 2).reshape(ROWS * TILE, HEADS)
+            total = _dot(parts, ones, tl.zeros((ROWS * TILE, 16), tl.float32))
+            total = tl.reduce(total, 1, _either)
+            at = tile * TILE + entry
+            total = tl.where(at < seen, total, float("-inf"))
+            _store(target + tile * TILE, total, written & (at < num_entries))
+        hidden = tl.full((ROWS * TILE,), float("-inf"), tl.float32)
         for tile in range(shown, end):
-            for row in range(start, next_start):
-                _store(out + row * wide_stride, hidden, tile, 0, num_entries, TILE)
+            _store(target + tile * TILE, hidden, written & (tile * TILE + entry < num_entries))
         start = next_start
+
+
+@triton.jit
+def _store(target, total, mask):
+    """The nearest bf16 values, in the type of `target`."""
+    if _INTERPRETED:
+        total = _round(total)
+    if target.dtype.element_ty == tl.float32:
+        total = total.to(tl.bfloat16)
+    tl.store(target, total.to(target.dtype.element_ty), mask=mask)
+
+
+def settings_key(num_rows: int, num_heads: int, dim: int) -> str:
+    """The key of `paged_scores` in the table of settings."""
+    return f"{num_heads}x{dim}" + ("_many" if num_rows >= _MANY_ROWS else "")
 
 
 def paged_scores(
@@ -411,35 +348,11 @@ def paged_scores(
     if out.numel() == 0:
         return out
     keys = index_keys.view(torch.int16)
-    many = num_rows >= _MANY_ROWS
-    use = settings or config(
-        "paged_scores",
-        f"{num_heads}x{dim}{'_many' if many else ''}",
-        _DEFAULT_MANY if many else _DEFAULT,
-    )
+    default = _DEFAULT_MANY if num_rows >= _MANY_ROWS else _DEFAULT
+    use = settings or config("paged_scores", settings_key(num_rows, num_heads, dim), default)
     tile = min(128, entries & -entries)
-    heads = max(16, triton.next_power_of_2(num_heads))
     grid = (triton.cdiv(num_rows, use["rows"]), triton.cdiv(num_entries_max, tile * use["tiles"]))
-    shape = {
-        "ENTRIES": entries,
-        "TILE": tile,
-        "RECORD": record // 2,
-        "QUADS": dim // 4,
-        "HEADS": heads,
-        "TILES": use["tiles"],
-        "STAGES": use["num_stages"],
-        "num_warps": use["num_warps"],
-    }
-    if use["rows"] > 1:
-        packed = torch.empty(
-            (num_rows, 4, dim // 4, heads), dtype=torch.bfloat16, device=queries.device
-        )
-        _pack_kernel[(num_rows,)](queries, packed, num_heads, QUADS=dim // 4, HEADS=heads)
-        queries, kernel = packed, _rows_kernel
-        shape["ROWS"] = use["rows"]
-    else:
-        kernel = _row_kernel
-    kernel[grid](
+    _score_kernel[grid](
         queries,
         head_weights,
         keys,
@@ -450,11 +363,19 @@ def paged_scores(
         num_rows,
         num_entries_max,
         num_heads,
+        use["tiles"],
         keys.stride(0),
         block_table.stride(0),
         num_entries_max,
         0,
-        **shape,
+        ENTRIES=entries,
+        TILE=tile,
+        RECORD=record // 2,
+        QUADS=dim // 4,
+        HEADS=max(16, triton.next_power_of_2(num_heads)),
+        ROWS=use["rows"],
+        STAGES=use["num_stages"],
+        num_warps=use["num_warps"],
     )
     return out
 

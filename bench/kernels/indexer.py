@@ -1,0 +1,207 @@
+"""Index scores over long contexts and the choice of entries, at the model's dimensions.
+
+Scores are bound by the keys' bytes where every row has a sequence of its own, and by products where
+a prompt's rows share one. The alternative for scores is torch on keys that were decoded to bf16
+beforehand: what it would cost to keep them so is left out.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from phalanx.bench.kernels.harness import Ceilings, Figure, time_us
+from phalanx.kernels.reference.quant import qf4_idx_roundtrip
+from phalanx.kernels.triton.configs import Config
+from phalanx.kernels.triton.indexer import (
+    CANDIDATES,
+    CANDIDATES_MANY,
+    candidate_mask,
+    paged_scores,
+    settings_key,
+)
+from phalanx.kernels.triton.topk import CANDIDATES as CHOICE_CANDIDATES
+from phalanx.kernels.triton.topk import select_top
+
+HEADS: Final = 32
+DIM: Final = 128
+RECORD: Final = 68
+BLOCK: Final = 128  # entries of a block at ratio 1
+BLOCK_BYTES: Final = 114048  # of the pool, all owners'
+TOP: Final = 512
+
+
+class _Case:
+    """`num_seqs` sequences of `num_entries` entries with `rows_each` rows."""
+
+    def __init__(self, pool: Tensor, num_seqs: int, rows_each: int, num_entries: int) -> None:
+        columns = num_entries // BLOCK
+        self.num_rows, self.num_entries = num_seqs * rows_each, num_entries
+        self.queries = qf4_idx_roundtrip(torch.randn(self.num_rows, HEADS, DIM, device="cuda"))
+        self.weights = (torch.randn(self.num_rows, HEADS, device="cuda") / 64).bfloat16()
+        self.keys = pool[:, -BLOCK * RECORD :].view(len(pool), BLOCK, RECORD)
+        order = torch.randperm(len(pool), device="cuda")
+        self.table = order[: num_seqs * columns].view(num_seqs, columns)
+        self.seqs = torch.arange(num_seqs, device="cuda").repeat_interleave(rows_each)
+        # A prompt's rows see one entry more each.
+        back = torch.arange(rows_each - 1, -1, -1, device="cuda").repeat(num_seqs)
+        self.visible = num_entries - back
+        self.seen = num_seqs * (rows_each * num_entries - rows_each * (rows_each - 1) // 2)
+        self.num_bytes = num_seqs * num_entries * RECORD + self.num_rows * (
+            num_entries * 2 + HEADS * (DIM * 4 + 2)
+        )
+        self.flops = 2 * self.seen * HEADS * DIM
+
+    def run(self, settings: Config | None = None) -> Tensor:
+        return paged_scores(
+            self.queries,
+            self.weights,
+            self.keys,
+            self.table,
+            self.seqs,
+            self.visible,
+            self.num_entries,
+            settings=settings,
+        )
+
+    def us(self, settings: Config | None = None) -> float:
+        return time_us(lambda: self.run(settings))
+
+    def torch_us(self) -> float:
+        """Decoded keys, a batched product, element by element what remains; rows in parts."""
+        num_seqs = len(self.table)
+        each = self.num_rows // num_seqs
+        some = min(num_seqs, 16)
+        keys = torch.randn(some, self.num_entries, DIM, device="cuda").bfloat16()
+        part = min(each, 256)
+        queries = self.queries[: some * part].bfloat16().view(some, part * HEADS, DIM)
+        weights = self.weights[: some * part].view(some, part, HEADS, 1)
+
+        def run() -> Tensor:
+            dots = torch.bmm(queries, keys.transpose(1, 2)).relu_()
+            return (dots.view(some, part, HEADS, -1) * weights).sum(dim=2)
+
+        return time_us(run) * (num_seqs / some) * (each / part)
+
+
+def _pool(num_blocks: int) -> Tensor:
+    pool = torch.randint(0, 256, (num_blocks, BLOCK_BYTES), dtype=torch.uint8, device="cuda")
+    keys = pool[:, -BLOCK * RECORD :].view(len(pool), BLOCK, RECORD)
+    keys[..., 64:] = torch.randint(120, 128, keys[..., 64:].shape, device="cuda").byte()
+    return pool
+
+
+_CASES: Final = (  # sequences, rows each, entries, goal
+    (64, 1, 131072, 0.7),
+    (1, 1, 131072, None),
+    (64, 6, 16384, None),
+    (1, 4096, 16384, 0.7),
+)
+
+
+def figures(limits: Ceilings) -> list[Figure]:
+    pool = _pool(65536)
+    rows = []
+    for num_seqs, each, entries, goal in _CASES:
+        case = _Case(pool, num_seqs, each, entries)
+        rows.append(
+            Figure(
+                "index scores",
+                f"{num_seqs} x {each} rows, {entries} entries",
+                case.us(),
+                limits.floor_us(case.num_bytes, case.flops),
+                goal=goal,
+                alternative="torch bf16",
+                alternative_us=case.torch_us(),
+            )
+        )
+        del case
+    return rows + [
+        figure
+        for shape in ((64, 131072), (1, 131072), (64, 16384))
+        for figure in _choices(shape, limits)
+    ]
+
+
+def _choices(shape: tuple[int, int], limits: Ceilings) -> list[Figure]:
+    """Against reading the scores once; nothing smaller than that is aimed at."""
+    scores = (torch.randn(shape, device="cuda") / 8).bfloat16()
+    visible = torch.full(shape[:1], shape[1], device="cuda")
+    once = scores.numel() * 2
+    mask = candidate_mask(scores, visible, block_size=8, num_blocks=2048)
+    text = f"{shape[0]} x {shape[1]}"
+
+    def best_blocks() -> Tensor:
+        best = scores.view(shape[0], -1, 8).amax(dim=-1)
+        kept = best.topk(min(2048, best.shape[1]), dim=1, sorted=False).indices
+        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+        return chosen.repeat_interleave(8, dim=1, output_size=shape[1])
+
+    def figure(
+        name: str, run: Callable[[], object], size: int, other: Callable[[], object]
+    ) -> Figure:
+        return Figure(
+            name,
+            text,
+            time_us(run),
+            limits.floor_us(size),
+            alternative="torch topk",
+            alternative_us=time_us(other),
+        )
+
+    def hidden() -> Tensor:
+        return scores.masked_fill(~mask, float("-inf"))
+
+    return [
+        figure(
+            "select top",
+            lambda: select_top(scores, TOP),
+            once,
+            lambda: scores.topk(TOP, dim=1, sorted=False).indices.sort(dim=1),
+        ),
+        figure(
+            "select top of candidates",
+            lambda: select_top(scores, TOP, candidates=mask),
+            once + once // 2,
+            lambda: hidden().topk(TOP, dim=1, sorted=False).indices.sort(dim=1),
+        ),
+        figure(
+            "candidate mask",
+            lambda: candidate_mask(scores, visible, block_size=8, num_blocks=2048),
+            once + once // 2,
+            best_blocks,
+        ),
+    ]
+
+
+def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
+    """The fastest settings; none of them changes a bit. About 50 s, most of it compilation."""
+    pool = _pool(32768)
+    scores = (torch.randn(64, 131072, device="cuda") / 8).bfloat16()
+    few, many = _Case(pool, 32, 1, 131072), _Case(pool, 1, 4096, 16384)
+    return {
+        "paged_scores": {
+            settings_key(32, HEADS, DIM): _fastest(few.us, CANDIDATES),
+            settings_key(4096, HEADS, DIM): _fastest(many.us, CANDIDATES_MANY),
+        },
+        "select_top": {
+            f"{TOP}": _fastest(
+                lambda settings: time_us(lambda: select_top(scores, TOP, settings=settings)),
+                CHOICE_CANDIDATES,
+            )
+        },
+    }
+
+
+def _fastest(us: Callable[[Config], float], candidates: list[Config]) -> Config:
+    times: list[tuple[float, int]] = []
+    for index, settings in enumerate(candidates):
+        try:
+            times.append((us(settings), index))
+        except OutOfResources:
+            continue
+        print(f"{settings}: {times[-1][0]:.1f} us", file=sys.stderr, flush=True)
+    return candidates[min(times)[1]]
