@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 1024  # pairs looked at together
+_FEW = 128  # pairs compared each with each
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_tiles"])
@@ -58,6 +59,39 @@ def _group_kernel(
         tl.store(order_ptr + place, start + lane, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_tiles"])
+def _group_few_kernel(
+    slot_ids_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_slots,
+    num_tiles,
+    HEIGHT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    pair = tl.arange(0, PAIRS)
+    valid = pair < num_pairs
+    ids = tl.load(slot_ids_ptr + pair, mask=valid, other=-1).to(tl.int32)
+    ids = tl.where((ids >= 0) & (ids < num_slots), ids, num_slots)
+    ids = tl.where(valid, ids, num_slots + 1)  # behind all others
+    same = ids[:, None] == ids[None, :]  # [other, pair]
+    lower = ids[:, None] < ids[None, :]
+    rank = tl.sum((same & (pair[:, None] < pair[None, :])).to(tl.int32), 0)
+    count = tl.sum(same.to(tl.int32), 0)
+    first = tl.sum(lower.to(tl.int32), 0)
+    tl.store(order_ptr + first + rank, pair, mask=valid)
+
+    opens = (rank % HEIGHT == 0) & valid  # the first pair of a tile
+    before = tl.sum((lower & opens[:, None]).to(tl.int32), 0)
+    entry = tiles_ptr + 3 * (before + rank // HEIGHT)
+    tl.store(entry, tl.where(ids < num_slots, ids, -1), mask=opens)
+    tl.store(entry + 1, first + rank, mask=opens)
+    tl.store(entry + 2, tl.minimum(count - rank, HEIGHT), mask=opens)
+    unused = (pair >= tl.sum(opens.to(tl.int32), 0)) & (pair < num_tiles)
+    tl.store(tiles_ptr + 3 * pair + 2, tl.zeros((PAIRS,), tl.int32), mask=unused)
+
+
 def num_tiles(num_pairs: int, num_slots: int, height: int) -> int:
     """No grouping of so many pairs has more tiles; pairs without a slot have tiles of their own."""
     groups = min(num_pairs, num_slots + 1)
@@ -72,7 +106,8 @@ def group_pairs(slot_ids: Tensor, num_slots: int, height: int) -> tuple[Tensor, 
         height: pairs of a tile.
 
     Returns:
-        The pairs in order of their slots, int32 [P] (within a slot in any order), and the tiles,
+        The pairs in order of their slots, int32 [P] (of many pairs those within a slot come in any
+        order, another one each time), and the tiles,
         int32 [num_tiles(...), 3]: the slot, or -1 for pairs without one; the first place in the
         order; and the number of pairs, 0 for tiles that are not needed.
     """
@@ -83,18 +118,22 @@ def group_pairs(slot_ids: Tensor, num_slots: int, height: int) -> tuple[Tensor, 
         torch.empty(shape, dtype=torch.int32, device=slot_ids.device)
         for shape in ((num_pairs,), (bins,), (count, 3))
     )
-    chunk = min(_CHUNK, max(32, triton.next_power_of_2(num_pairs)))
-    _group_kernel[(1,)](
-        slot_ids,
-        order,
-        following,
-        tiles,
-        num_pairs,
-        num_slots,
-        count,
-        HEIGHT=height,
-        BINS=bins,
-        CHUNK=chunk,
-        num_warps=8 if num_pairs > 128 else 4,
-    )
+    padded = max(32, triton.next_power_of_2(num_pairs))
+    numbers = num_pairs, num_slots, count
+    if num_pairs <= _FEW:
+        _group_few_kernel[(1,)](
+            slot_ids, order, tiles, *numbers, HEIGHT=height, PAIRS=padded, num_warps=padded // 16
+        )
+    else:
+        _group_kernel[(1,)](
+            slot_ids,
+            order,
+            following,
+            tiles,
+            *numbers,
+            HEIGHT=height,
+            BINS=bins,
+            CHUNK=min(_CHUNK, padded),
+            num_warps=8,
+        )
     return order, tiles

@@ -126,22 +126,20 @@ def test_every_code_at_every_scale_up_to_two_is_unpacked_exactly(device: torch.d
     assert torch.equal(out.cpu().view(192, 128).float(), dequant_fp4(codes, scale))
 
 
-def test_pairs_are_grouped_by_slot(device: torch.device) -> None:
-    slots = torch.tensor([3, -1, 3, 0, 3, 9, 3, 1, 3, 0], dtype=torch.int32, device=device)
-    order, tiles = group_pairs(slots, 4, 4)
-    assert tiles.shape[0] == num_tiles(10, 4, 4)
-    assert sorted(order.tolist()) == list(range(10))
+@pytest.mark.parametrize("count", [1, 10, 140])
+def test_pairs_are_grouped_by_slot(count: int, device: torch.device) -> None:
+    ids = [(3, -1, 3, 0, 3, 9, 3, 1, 3, 0)[i % 10] for i in range(count)]
+    order, tiles = group_pairs(torch.tensor(ids, dtype=torch.int32, device=device), 4, 4)
+    assert tiles.shape[0] == num_tiles(count, 4, 4)
     found: dict[int, list[int]] = {}
-    for slot, first, count in tiles.tolist():
-        if count:
-            assert count <= 4
-            found.setdefault(slot, []).extend(order[first : first + count].tolist())
-    assert {slot: sorted(pairs) for slot, pairs in found.items()} == {
-        0: [3, 9],
-        1: [7],
-        3: [0, 2, 4, 6, 8],
-        -1: [1, 5],
-    }
+    for slot, first, size in tiles.tolist():
+        if size:
+            assert size <= 4
+            found.setdefault(slot, []).extend(order[first : first + size].tolist())
+    wanted: dict[int, list[int]] = {}
+    for pair, slot in enumerate(ids):
+        wanted.setdefault(slot if 0 <= slot < 4 else -1, []).append(pair)
+    assert {slot: sorted(pairs) for slot, pairs in found.items()} == wanted
 
 
 def test_results_are_those_of_the_reference(experts: Stored, pool: ExpertPool) -> None:
