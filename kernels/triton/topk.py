@@ -22,6 +22,7 @@ CANDIDATES: Final[list[Config]] = [
 ]
 _DEFAULT: Final[Config] = {"tile": 8192, "num_warps": 8}
 
+_INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _HIDDEN: Final = tl.constexpr(-32641)  # the ordered key of -inf
 
 
@@ -40,6 +41,22 @@ def load_bits(pointers, mask):
         return value.to(tl.int32, bitcast=True) >> 16
     else:
         return value.to(tl.int16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _settled(key):
+    """The same keys, computed once: the compiler would derive each comparison from the scores anew."""
+    if _INTERPRETED:
+        return key
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [key], tl.int32, True, 1)
+
+
+@triton.jit
+def _reaching(key, threshold):
+    """How many keys are at least the threshold: the signs of differences, two instructions a key."""
+    missing = (threshold - 1 - key).to(tl.uint32, bitcast=True)
+    return tl.sum((missing >> 31).to(tl.int32))
 
 
 @triton.jit
@@ -73,28 +90,35 @@ def _select_kernel(
     if MASKED:
         inside &= tl.load(candidates + row * candidate_stride + position, mask=inside, other=0) != 0
     key = ordered_key(load_bits(scores + row * score_stride + position, inside))
-    seen = tl.sum((key > _HIDDEN).to(tl.int32))
+    key = _settled(key)
 
     # The largest threshold that `count` keys reach; without that many, all that is not hidden.
-    threshold = _HIDDEN + 0
+    threshold = tl.full((), _HIDDEN, tl.int32)
     spare = 0
+    seen = _reaching(key, threshold + 1)
     if seen > count:
-        threshold = -32768
-        step = 32768
-        for _ in range(16):
-            reached = tl.sum((key >= threshold + step).to(tl.int32))
-            threshold = tl.where(reached >= count, threshold + step, threshold)
-            step = step // 2
-        spare = count - tl.sum((key > threshold).to(tl.int32))
+        # Mostly within two binades of the best. It lies in threshold .. threshold + span - 1.
+        span = 256
+        threshold = tl.max(key) - (span - 1)
+        while _reaching(key, threshold) < count:
+            span *= 2
+            threshold -= span
+        while span > 1:
+            span = span // 2
+            threshold = tl.where(
+                _reaching(key, threshold + span) >= count, threshold + span, threshold
+            )
+        spare = count - _reaching(key, threshold + 1)
 
-    # Both running counts in one scan: keys above the threshold, and keys at it from bit 16 on.
-    above, at = key > threshold, (key == threshold) & (spare > 0)
-    running = tl.cumsum(above.to(tl.int32) + (at.to(tl.int32) << 16), 0)
-    above_so_far, at_so_far = running & 0xFFFF, running >> 16
-    take = above | (at & (at_so_far <= spare))
-    place = above_so_far + tl.minimum(at_so_far, spare) - 1
     target = chosen + row * chosen_stride + tile * count
-    tl.store(target + place, position.to(chosen.dtype.element_ty), mask=take)
+    if seen > 0:
+        # Both running counts in one scan: keys above the threshold, and keys at it from bit 16 on.
+        above, at = key > threshold, (key == threshold) & (spare > 0)
+        running = tl.cumsum(above.to(tl.int32) + (at.to(tl.int32) << 16), 0)
+        above_so_far, at_so_far = running & 0xFFFF, running >> 16
+        take = above | (at & (at_so_far <= spare))
+        place = above_so_far + tl.minimum(at_so_far, spare) - 1
+        tl.store(target + place, position.to(chosen.dtype.element_ty), mask=take)
     fill = tl.arange(0, FILL)
     tl.store(
         target + fill,
