@@ -4,6 +4,7 @@ A row reads 128 window records and 512 entries, and multiplies 64 heads with 640
 dimensions twice. The alternative gathers and dequantizes what a row sees and multiplies with cuBLAS.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -200,26 +201,33 @@ def _steps(rows: int, seqs: int) -> list[Step]:
 # --- Settings ------------------------------------------------------------------------------------
 
 _WEIGHTS: Final = tuple(
-    {"share": share, "weights_stages": stages} for stages in (1, 2) for share in (1, 2, 5, 10)
+    {"weights_warps": warps, "weights_stages": stages} for warps in (4, 8) for stages in (1, 2, 3)
 )
 _VALUES: Final = tuple(
-    {"parts": parts, "values_warps": warps, "values_stages": stages}
-    for parts, warps in ((2, 4), (2, 8), (4, 4), (8, 4))
-    for stages in (1, 2, 3)
+    {"parts": parts, "step": step, "values_warps": warps, "values_stages": stages}
+    for parts, warps, step in ((2, 8, 64), (2, 8, 128), (4, 4, 64), (4, 4, 128), (8, 4, 64))
+    for stages in (1, 3)
 )
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
-    """Settings by number of rows; none of them changes a bit. About a minute, mostly compilation."""
+    """Settings by number of rows, and one for all rows where a bit depends on it: about a minute."""
+    shape = f"{HEADS}x{DIM}x{WINDOW}+{TOPK}"
+    weights = _best(_steps(64, 64), {}, _WEIGHTS)
     table: dict[str, Config] = {}
     for rows, seqs in ((1, 1), (16, 16), (64, 64), (256, 256), (PREFILL_ROWS, 1)):
-        steps = _steps(rows, seqs)
-        best: Config = {}
-        for candidates in (_VALUES, _WEIGHTS):
-            timed = dict(_timed(steps, best, candidates))
-            best |= candidates[min(timed, key=lambda i: timed[i])]
-        table[f"{HEADS}x{DIM}x{WINDOW}+{TOPK}:{row_limit(rows)}"] = best
-    return {"attention": table}
+        table[f"{shape}:{row_limit(rows)}"] = _best(_steps(rows, seqs), weights, _VALUES)
+    return {"attention_weights": {shape: weights}, "attention": table}
+
+
+def _best(steps: list[Step], base: Config, candidates: tuple[Config, ...]) -> Config:
+    timed = dict(_timed(steps, base, candidates))
+    for i, us in sorted(timed.items(), key=lambda item: item[1]):
+        print(
+            f"{len(steps[0].queries)} rows: {us / len(steps):.1f} us {candidates[i]}",
+            file=sys.stderr,
+        )
+    return candidates[min(timed, key=lambda i: timed[i])]
 
 
 def _timed(

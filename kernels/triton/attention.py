@@ -1,5 +1,6 @@
 """Attention over cache records with a sink (model.md C.4): window, chosen entries, draft blocks."""
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +12,9 @@ from phalanx.kernels.reference.quant import compressed_bytes, window_bytes
 from phalanx.kernels.triton.attention_kernels import values_kernel, weights_kernel
 from phalanx.kernels.triton.configs import Config, config
 
-TILE: Final = 64  # slots that share a `top`; part of the results' bits
+# Part of the results' bits:
+TILE: Final = 128  # slots whose weights have a scale and a sum
+PAIRS: Final = 64  # pairs of dimensions that a score adds at a time
 ROW_CHUNK: Final = 1024  # rows whose weights exist at a time: 84 MB of the full model
 
 
@@ -35,6 +38,14 @@ class _Rows:
     @property
     def topk(self) -> int:
         return 0 if self.chosen is None else self.chosen.shape[1]
+
+    @property
+    def alignment(self) -> int:
+        """Bytes that every record's address is a multiple of, as far as it matters."""
+        caches = (self.records, self.ring, self.compressed)
+        numbers = [cache.data_ptr() for cache in caches]
+        numbers += [stride for cache in caches for stride in cache.stride()[:-1]]
+        return math.gcd(16, *numbers)
 
     def tensors(self) -> tuple[Tensor | int, ...]:
         """Arguments from `records` to `chosen_stride` of both kernels; a stand-in where there is none."""
@@ -203,6 +214,7 @@ def _attend(
     tiles = window_tiles + triton.cdiv(rows.topk, TILE)
     chunk = min(num_rows, ROW_CHUNK)
     weights = queries.new_empty((chunk, heads, tiles * TILE), dtype=torch.bfloat16)
+    places = queries.new_empty((chunk, tiles * TILE), dtype=torch.int64)
     tops = queries.new_empty((chunk, tiles, heads), dtype=torch.float32)
     totals = torch.empty_like(tops)
     head_tile = min(64, max(16, triton.next_power_of_2(heads)))
@@ -211,28 +223,29 @@ def _attend(
         "HEADS": heads,
         "HEAD_TILE": head_tile,
         "DIM": dim,
-        "RING": rows.ring.shape[1],
-        "WINDOW": rows.window,
-        "BLOCK": rows.block,
-        "TOPK": rows.topk,
-        "ENTRIES": rows.compressed.shape[1],
         "WINDOW_TILES": window_tiles,
         "TILES": tiles,
         "SLOTS": TILE,
-        "SEQS": rows.seqs is not None,
     }
     pairs = max(16, dim // 2 // launch["parts"])
     for start in range(0, num_rows, chunk):
         count = min(chunk, num_rows - start)
-        weights_kernel[(triton.cdiv(tiles, launch["share"]), head_tiles, count)](
+        weights_kernel[(tiles, head_tiles, count)](
             queries,
             *rows.tensors(),
             weights,
+            places,
             tops,
             totals,
             scale,
             start,
-            launch["share"],
+            RING=rows.ring.shape[1],
+            WINDOW=rows.window,
+            BLOCK=rows.block,
+            TOPK=rows.topk,
+            ENTRIES=rows.compressed.shape[1],
+            PAIRS=min(PAIRS, dim // 2),
+            SEQS=rows.seqs is not None,
             WIDE=queries.dtype == torch.float32,
             num_warps=launch["weights_warps"],
             num_stages=launch["weights_stages"],
@@ -240,17 +253,19 @@ def _attend(
         )
         values_kernel[(dim // 2 // pairs, head_tiles, count)](
             weights,
+            places,
             tops,
             totals,
             sink,
-            *rows.tensors(),
             sink if cos is None else cos,
             sink if sin is None else sin,
             out,
             start,
             TILES_PADDED=triton.next_power_of_2(tiles),
+            STEP=launch["step"],
             PAIRS=pairs,
             ROPE=0 if cos is None else cos.shape[1],
+            ALIGNMENT=rows.alignment,
             num_warps=launch["values_warps"],
             num_stages=launch["values_stages"],
             enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
@@ -262,20 +277,14 @@ def _attend(
 def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int) -> Config:
     """Settings for a shape. Only those that change no bit depend on the number of rows.
 
-    `share` is the tiles of a row that one program weighs, `parts` the programs that share a row's
-    dimensions, the others warps and pipeline stages of the two kernels. `weights_warps` decides the
-    order in which a tile's weights are summed.
+    `parts` is the programs that share a row's dimensions in the second kernel and `step` the slots that
+    they take at a time; the others are warps and pipeline stages of the two kernels. `weights_warps`
+    decides the order in which a tile's weights are summed.
     """
     shape = f"{heads}x{dim}x{window}+{topk}"
-    default = {
-        "share": 1 if num_rows <= 64 else 2,
-        "weights_stages": 2,
-        "parts": 4 if num_rows <= 64 else 2,
-        "values_warps": 4,
-        "values_stages": 2,
-    }
-    fixed = config("attention_weights", shape, {"weights_warps": 4})
-    return config("attention", f"{shape}:{row_limit(num_rows)}", default) | fixed
+    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 3}
+    weights = config("attention_weights", shape, {"weights_warps": 4, "weights_stages": 3})
+    return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights
 
 
 def row_limit(num_rows: int) -> str:

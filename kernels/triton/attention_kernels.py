@@ -138,9 +138,8 @@ def _fp4_pairs(codes, scale):
 
 
 @triton.jit
-def _window_tile(
-    tile,
-    part,
+def _window_places(
+    i,
     row,
     slot,
     position,
@@ -150,86 +149,105 @@ def _window_tile(
     ring,
     ring_slot_stride,
     ring_entry_stride,
+    DIM: tl.constexpr,
     RING: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
-    """Pairs part * PAIRS.. of a tile's window slots: even, odd (bf16 [SLOTS, PAIRS]), and who is there."""
-    i = tile * SLOTS + tl.arange(0, SLOTS)
+    """Where the records of window slots i lie, and which slots have one."""
     if BLOCK == 0:
         back = WINDOW - 1 - i
         at = position - back
         near = back <= within
         there = (back >= 0) & (at >= 0) & ((at >= first) | (position < first))
     else:
-        back = WINDOW + within - i  # counted from the row to the ring's or the block's vector
+        back = WINDOW + within - i  # from the row to the ring's or the block's vector
         at = position - back
         near = i >= WINDOW
         there = (i < WINDOW + BLOCK) & (at >= 0)
-    RECORD: tl.constexpr = DIM + DIM // 32
-    here = records + (row - back) * RECORD
+    here = records + (row - back) * (DIM + DIM // 32)
     far = ring + slot * ring_slot_stride + (tl.maximum(at, 0) % RING) * ring_entry_stride
-    record = tl.where(near, here, far)
-    pair = part * PAIRS + tl.arange(0, PAIRS)
-    words = record.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :]
-    words = tl.load(words, mask=there[:, None], other=0)
-    GROUPS: tl.constexpr = PAIRS // 16
-    group = DIM + part * GROUPS + tl.arange(0, GROUPS)
-    scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0)
-    scale = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
-    words = tl.reshape(words, (SLOTS, GROUPS, 16))
-    scale = tl.broadcast_to(scale[:, :, None], (SLOTS, GROUPS, 16))
-    even, odd = _fp8_pairs(words, scale)
-    return tl.reshape(even, (SLOTS, PAIRS)), tl.reshape(odd, (SLOTS, PAIRS)), there
+    return tl.where(near, here, far), there
 
 
 @triton.jit
-def _entry_tile(
-    tile,
-    part,
+def _entry_places(
+    i,
     chosen,
     blocks,
     compressed,
     block_stride,
+    DIM: tl.constexpr,
     TOPK: tl.constexpr,
     ENTRIES: tl.constexpr,
-    DIM: tl.constexpr,
-    PAIRS: tl.constexpr,
-    SLOTS: tl.constexpr,
 ):
-    """The same of a tile's chosen entries, times 1 / _ENTRY_BOOST."""
-    i = tile * SLOTS + tl.arange(0, SLOTS)
+    """The same of a row's chosen entries i."""
     entry = tl.load(chosen + i, mask=i < TOPK, other=-1).to(tl.int32)
     there = entry >= 0
     entry = tl.maximum(entry, 0)
     block = tl.load(blocks + entry // ENTRIES, mask=there, other=0).to(tl.int64)
-    RECORD: tl.constexpr = DIM // 2 + DIM // 16
-    record = compressed + block * block_stride + (entry % ENTRIES) * RECORD
+    return compressed + block * block_stride + (entry % ENTRIES) * (DIM // 2 + DIM // 16), there
+
+
+@triton.jit
+def _window_values(record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs part * PAIRS.. of window records: even and odd dimensions, bf16 [slots, PAIRS] each."""
+    GROUPS: tl.constexpr = PAIRS // 16
+    pair = part * PAIRS + tl.arange(0, PAIRS)
+    words = record.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :]
+    words = tl.load(words, mask=there[:, None], other=0)
+    group = DIM + part * GROUPS + tl.arange(0, GROUPS)
+    scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0)
+    scale = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+    words = tl.reshape(words, (words.shape[0], GROUPS, 16))
+    even, odd = _fp8_pairs(words, tl.broadcast_to(scale[:, :, None], words.shape))
+    shape: tl.constexpr = (words.shape[0], PAIRS)
+    return tl.reshape(even, shape), tl.reshape(odd, shape)
+
+
+@triton.jit
+def _entry_values(record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """The same of compressed records, times 1 / _ENTRY_BOOST."""
+    GROUPS: tl.constexpr = PAIRS // 8
     pair = part * PAIRS + tl.arange(0, PAIRS)
     codes = tl.load(record[:, None] + pair[None, :], mask=there[:, None], other=0)
-    GROUPS: tl.constexpr = PAIRS // 8
     group = DIM // 2 + part * GROUPS + tl.arange(0, GROUPS)
     scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0).to(tl.int32)
     scale = ((scale & 0x80) << 24) | ((scale & 0x7F) << 20)
     scale = _rounded(scale.to(tl.float32, bitcast=True) * _UP_120 * _UP_119)
-    codes = tl.reshape(codes, (SLOTS, GROUPS, 8))
-    scale = tl.broadcast_to(scale[:, :, None], (SLOTS, GROUPS, 8))
-    even, odd = _fp4_pairs(codes, scale)
-    return tl.reshape(even, (SLOTS, PAIRS)), tl.reshape(odd, (SLOTS, PAIRS)), there
+    codes = tl.reshape(codes, (codes.shape[0], GROUPS, 8))
+    even, odd = _fp4_pairs(codes, tl.broadcast_to(scale[:, :, None], codes.shape))
+    shape: tl.constexpr = (codes.shape[0], PAIRS)
+    return tl.reshape(even, shape), tl.reshape(odd, shape)
+
+
+@triton.jit
+def _queries(queries, place, mask, part, PAIRS: tl.constexpr, WIDE: tl.constexpr):
+    """Pairs part * PAIRS.. of queries at `place` (in pairs): even and odd dimensions, bf16."""
+    place += part * PAIRS + tl.arange(0, PAIRS)[None, :]
+    if WIDE:
+        even = _rounded(tl.load(queries + 2 * place, mask=mask, other=0.0))
+        odd = _rounded(tl.load(queries + 2 * place + 1, mask=mask, other=0.0))
+    else:
+        both = tl.load(queries.to(tl.pointer_type(tl.int32)) + place, mask=mask, other=0)
+        even = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        odd = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return even, odd
+
+
+@triton.jit
+def _scored(scores, queries_even, queries_odd, even, odd):
+    scores = tl.dot(_operand(queries_even), tl.trans(_operand(even)), scores)
+    return tl.dot(_operand(queries_odd), tl.trans(_operand(odd)), scores)
 
 
 @triton.jit
 def _store_weights(
-    queries_even, queries_odd, even, odd, there, factor, weights, tops, totals, tile, head,
+    scores, there, record, weights, places, tops, totals, tile, head,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, NUM_SLOTS: tl.constexpr,
 ):  # fmt: skip
     """A tile's weights: bf16 to `weights`, their unrounded sum to `totals`, their scale to `tops`."""
-    scores = tl.dot(_operand(queries_even), tl.trans(_operand(even)))
-    scores = tl.dot(_operand(queries_odd), tl.trans(_operand(odd)), scores)
-    x = tl.where(there[None, :], scores * factor, float("-inf"))
+    x = tl.where(there[None, :], scores, float("-inf"))
     top = tl.maximum(tl.ceil(tl.max(x, axis=1)), _NOWHERE)
     weight = tl.exp2(x - top[:, None])
     mask = head < HEADS
@@ -238,9 +256,11 @@ def _store_weights(
     slot = tile * SLOTS + tl.arange(0, SLOTS)
     place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
     tl.store(place, _rounded(weight), mask=mask[:, None])
+    # Every tile of heads writes the same.
+    tl.store(places + slot, tl.where(there, record.to(tl.int64), 0))
 
 
-@triton.jit(do_not_specialize=["first_row", "share"])
+@triton.jit(do_not_specialize=["first_row"])
 def weights_kernel(
     queries,
     records,
@@ -259,11 +279,11 @@ def weights_kernel(
     chosen,
     chosen_stride,
     weights,
+    places,
     tops,
     totals,
     scale,
     first_row,
-    share,
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -275,98 +295,94 @@ def weights_kernel(
     WINDOW_TILES: tl.constexpr,
     TILES: tl.constexpr,
     SLOTS: tl.constexpr,
+    PAIRS: tl.constexpr,
     SEQS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Weights of `share` tiles of one row: grid (ceil(TILES / share), ceil(HEADS / HEAD_TILE), rows)."""
+    """Weights of a tile of one row's slots: grid (TILES, ceil(HEADS / HEAD_TILE), rows).
+
+    Dimensions are added PAIRS pairs at a time, first the even and then the odd ones.
+    """
+    tile = tl.program_id(0)
     local = tl.program_id(2).to(tl.int64)
     row = local + first_row
     head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
-    PAIRS: tl.constexpr = DIM // 2
-    pair = tl.arange(0, PAIRS)
-    place = (row * HEADS + head)[:, None] * PAIRS + pair[None, :]
     mask = (head < HEADS)[:, None]
-    if WIDE:
-        queries_even = tl.load(queries + 2 * place, mask=mask, other=0).to(tl.bfloat16)
-        queries_odd = tl.load(queries + 2 * place + 1, mask=mask, other=0).to(tl.bfloat16)
-    else:
-        both = tl.load(queries.to(tl.pointer_type(tl.int32)) + place, mask=mask, other=0)
-        queries_even = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        queries_odd = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int32)
-    inside = tl.load(within + row).to(tl.int32)
-    first = tl.load(window_from + row).to(tl.int32)
+    query = (row * HEADS + head)[:, None] * (DIM // 2)
     NUM_SLOTS: tl.constexpr = TILES * SLOTS
     weights += local * HEADS * NUM_SLOTS
+    places += local * NUM_SLOTS
     tops += local * TILES * HEADS
     totals += local * TILES * HEADS
-    begin = tl.program_id(0) * share
-    end = tl.minimum(begin + share, TILES)
     factor = scale * _LOG2_E
-    for tile in range(begin, tl.minimum(end, WINDOW_TILES)):
-        even, odd, there = _window_tile(
-            tile, 0, row, slot, position, inside, first, records, ring, ring_slot_stride,
-            ring_entry_stride, RING, WINDOW, BLOCK, DIM, PAIRS, SLOTS,
+    scores = tl.zeros((HEAD_TILE, SLOTS), dtype=tl.float32)
+    if tile < WINDOW_TILES:
+        slot = tl.load(slots + row).to(tl.int64)
+        position = tl.load(positions + row).to(tl.int32)
+        inside = tl.load(within + row).to(tl.int32)
+        first = tl.load(window_from + row).to(tl.int32)
+        record, there = _window_places(
+            tile * SLOTS + tl.arange(0, SLOTS), row, slot, position, inside, first, records, ring,
+            ring_slot_stride, ring_entry_stride, DIM, RING, WINDOW, BLOCK,
         )  # fmt: skip
+        for part in range(DIM // 2 // PAIRS):
+            queries_even, queries_odd = _queries(queries, query, mask, part, PAIRS, WIDE)
+            even, odd = _window_values(record, there, part, DIM, PAIRS)
+            scores = _scored(scores, queries_even, queries_odd, even, odd)
         _store_weights(
-            queries_even, queries_odd, even, odd, there, factor, weights, tops, totals, tile, head,
+            scores * factor, there, record, weights, places, tops, totals, tile, head,
             HEADS, SLOTS, NUM_SLOTS,
         )  # fmt: skip
-    if TOPK > 0:
-        chosen += row * chosen_stride
+    elif TOPK > 0:
         seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
-        blocks = block_table + seq * table_stride
-        for tile in range(tl.maximum(begin, WINDOW_TILES), end):
-            even, odd, there = _entry_tile(
-                tile - WINDOW_TILES, 0, chosen, blocks, compressed, block_stride,
-                TOPK, ENTRIES, DIM, PAIRS, SLOTS,
-            )  # fmt: skip
-            _store_weights(
-                queries_even, queries_odd, even, odd, there, factor * _ENTRY_BOOST,
-                weights, tops, totals, tile, head, HEADS, SLOTS, NUM_SLOTS,
-            )  # fmt: skip
+        record, there = _entry_places(
+            (tile - WINDOW_TILES) * SLOTS + tl.arange(0, SLOTS), chosen + row * chosen_stride,
+            block_table + seq * table_stride, compressed, block_stride, DIM, TOPK, ENTRIES,
+        )  # fmt: skip
+        for part in range(DIM // 2 // PAIRS):
+            queries_even, queries_odd = _queries(queries, query, mask, part, PAIRS, WIDE)
+            even, odd = _entry_values(record, there, part, DIM, PAIRS)
+            scores = _scored(scores, queries_even, queries_odd, even, odd)
+        _store_weights(
+            scores * (factor * _ENTRY_BOOST), there, record, weights, places, tops, totals, tile,
+            head, HEADS, SLOTS, NUM_SLOTS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _scaled_weights(
-    weights, tops, totals, tile, head, top, boost,
-    HEADS: tl.constexpr, SLOTS: tl.constexpr, NUM_SLOTS: tl.constexpr,
-):  # fmt: skip
-    """A tile's weights (bf16, times boost) and their sum, brought to the row's scale: no rounding."""
+    weights, tops, slot, tile, head, top, boost, HEADS: tl.constexpr, NUM_SLOTS: tl.constexpr
+):
+    """Weights of some slots of a tile, times boost, at the row's scale: bf16, nothing is rounded."""
     mask = head < HEADS
     own = tl.load(tops + tile * HEADS + head, mask=mask, other=_NOWHERE)
-    exponent = tl.maximum(own - top, -127.0).to(tl.int32) + 127
-    factor = (exponent << 23).to(tl.float32, bitcast=True)  # 2^-127 and less become zero
-    total = tl.load(totals + tile * HEADS + head, mask=mask, other=0.0) * factor
-    slot = tile * SLOTS + tl.arange(0, SLOTS)
     place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
     weight = tl.load(place, mask=mask[:, None], other=0.0)
-    weight = _rounded(_widened(weight) * (factor * boost)[:, None])
-    return _operand(weight), total
+    return _operand(_rounded(_widened(weight) * (_power(own - top) * boost)[:, None]))
+
+
+@triton.jit
+def _power(exponent):
+    """2^exponent of whole numbers from -126 to 0, float32; zero below."""
+    bits = tl.maximum(exponent, -127.0).to(tl.int32) + 127
+    return (bits << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _records(places, slot, ALIGNMENT: tl.constexpr):
+    """The record of each slot, and which slots have one."""
+    place = tl.load(places + slot)
+    record = place.to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(record, ALIGNMENT), place != 0
 
 
 @triton.jit(do_not_specialize=["first_row"])
 def values_kernel(
     weights,
+    places,
     tops,
     totals,
     sink,
-    records,
-    ring,
-    ring_slot_stride,
-    ring_entry_stride,
-    slots,
-    positions,
-    within,
-    window_from,
-    compressed,
-    block_stride,
-    block_table,
-    table_stride,
-    seqs,
-    chosen,
-    chosen_stride,
     cos,
     sin,
     out,
@@ -374,20 +390,19 @@ def values_kernel(
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     DIM: tl.constexpr,
-    RING: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOPK: tl.constexpr,
-    ENTRIES: tl.constexpr,
     WINDOW_TILES: tl.constexpr,
     TILES: tl.constexpr,
     TILES_PADDED: tl.constexpr,
     SLOTS: tl.constexpr,
+    STEP: tl.constexpr,
     PAIRS: tl.constexpr,
-    SEQS: tl.constexpr,
     ROPE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
-    """2 * PAIRS dimensions of one row's result: grid (DIM / 2 / PAIRS, ceil(HEADS / HEAD_TILE), rows)."""
+    """2 * PAIRS dimensions of one row's result, STEP slots at a time.
+
+    Grid (DIM / 2 / PAIRS, ceil(HEADS / HEAD_TILE), rows).
+    """
     part = tl.program_id(0)
     local = tl.program_id(2).to(tl.int64)
     row = local + first_row
@@ -395,57 +410,40 @@ def values_kernel(
     mask = head < HEADS
     NUM_SLOTS: tl.constexpr = TILES * SLOTS
     weights += local * HEADS * NUM_SLOTS
+    places += local * NUM_SLOTS
     tops += local * TILES * HEADS
     totals += local * TILES * HEADS
-    slot = tl.load(slots + row).to(tl.int64)
-    position = tl.load(positions + row).to(tl.int32)
-    inside = tl.load(within + row).to(tl.int32)
-    first = tl.load(window_from + row).to(tl.int32)
-    tile = tl.arange(0, TILES_PADDED)
+    tile = tl.arange(0, TILES_PADDED)[:, None]
     all_tops = tl.load(
-        tops + tile[:, None] * HEADS + head[None, :],
-        mask=(tile < TILES)[:, None] & mask[None, :],
+        tops + tile * HEADS + head[None, :],
+        mask=(tile < TILES) & mask[None, :],
         other=_NOWHERE,
     )
     top = tl.where(mask, tl.max(all_tops, axis=0), 0.0)
     total = tl.exp2(tl.load(sink + head, mask=mask, other=0.0) * _LOG2_E - top)
+    for i in tl.static_range(TILES):
+        own = tl.load(tops + i * HEADS + head, mask=mask, other=_NOWHERE)
+        total += tl.load(totals + i * HEADS + head, mask=mask, other=0.0) * _power(own - top)
     sum_even = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
     sum_odd = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
-    for tile in range(WINDOW_TILES):
-        weight, more = _scaled_weights(
-            weights, tops, totals, tile, head, top, 1.0, HEADS, SLOTS, NUM_SLOTS
+    for i in range(WINDOW_TILES * SLOTS // STEP):
+        slot = i * STEP + tl.arange(0, STEP)
+        record, there = _records(places, slot, ALIGNMENT)
+        even, odd = _window_values(record, there, part, DIM, PAIRS)
+        weight = _scaled_weights(
+            weights, tops, slot, i * STEP // SLOTS, head, top, 1.0, HEADS, NUM_SLOTS
         )
-        even, odd, _ = _window_tile(
-            tile, part, row, slot, position, inside, first, records, ring, ring_slot_stride,
-            ring_entry_stride, RING, WINDOW, BLOCK, DIM, PAIRS, SLOTS,
-        )  # fmt: skip
-        total += more
         sum_even = tl.dot(weight, _operand(even), sum_even)
         sum_odd = tl.dot(weight, _operand(odd), sum_odd)
-    if TOPK > 0:
-        chosen += row * chosen_stride
-        seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
-        blocks = block_table + seq * table_stride
-        for tile in range(WINDOW_TILES, TILES):
-            weight, more = _scaled_weights(
-                weights,
-                tops,
-                totals,
-                tile,
-                head,
-                top,
-                _ENTRY_BOOST,
-                HEADS,
-                SLOTS,
-                NUM_SLOTS,
-            )
-            even, odd, _ = _entry_tile(
-                tile - WINDOW_TILES, part, chosen, blocks, compressed, block_stride,
-                TOPK, ENTRIES, DIM, PAIRS, SLOTS,
-            )  # fmt: skip
-            total += more
-            sum_even = tl.dot(weight, _operand(even), sum_even)
-            sum_odd = tl.dot(weight, _operand(odd), sum_odd)
+    for i in range(WINDOW_TILES * SLOTS // STEP, TILES * SLOTS // STEP):
+        slot = i * STEP + tl.arange(0, STEP)
+        record, there = _records(places, slot, ALIGNMENT)
+        even, odd = _entry_values(record, there, part, DIM, PAIRS)
+        weight = _scaled_weights(
+            weights, tops, slot, i * STEP // SLOTS, head, top, _ENTRY_BOOST, HEADS, NUM_SLOTS
+        )
+        sum_even = tl.dot(weight, _operand(even), sum_even)
+        sum_odd = tl.dot(weight, _operand(odd), sum_odd)
     even = _widened(_rounded(sum_even / total[:, None]))
     odd = _widened(_rounded(sum_odd / total[:, None]))
     pair = part * PAIRS + tl.arange(0, PAIRS)

@@ -17,7 +17,7 @@ from phalanx.kernels.reference.rope import RopeTable, frequencies, rope_table, r
 from phalanx.kernels.triton.attention import block_attention, sparse_attention
 
 # One program for all of a row: the interpreter takes its time for each.
-FEW = {"share": 64, "parts": 1}
+FEW = {"parts": 1, "step": 128}
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,8 @@ def test_a_row_is_the_same_as_decode_and_as_prefill(device: torch.device) -> Non
 
 def test_the_order_of_entries_is_all_that_a_result_depends_on(device: torch.device) -> None:
     """The control: another order of the same entries is another order of the same sums."""
-    step = rows(device, [(300, 1)], topk=128, window=1, heads=64, dim=128)
+    count = 64 if device.type == "cuda" else 1  # few elements fall to the other side of a rounding
+    step = rows(device, [(600, count)], topk=256, window=1, heads=64, dim=256)
     turned = replace(step, chosen=step.chosen.flip(1))
     got, want = turned.attend(), step.attend()
     assert close(got, step, parts(step))
@@ -276,7 +277,7 @@ def test_the_order_of_entries_is_all_that_a_result_depends_on(device: torch.devi
 
 def test_settings_change_no_bit(device: torch.device) -> None:
     step = rows(device, [(300, 1)], topk=130, dim=64, rope_dim=32)
-    for settings in ({"share": 1, "parts": 1}, {"share": 2, "parts": 2}):
+    for settings in ({"parts": 1, "step": 64}, {"parts": 2, "step": 32}):
         assert torch.equal(step.attend(settings=settings), step.attend())
 
 
@@ -360,8 +361,13 @@ def test_full_model() -> None:
 def test_full_model_whatever_the_settings() -> None:
     step = full_model(torch.device("cuda"), [(5000, 1), (1500, 6), (900, 20)])
     want = step.attend()
-    for share, parts_, warps, stages in ((1, 1, 8, 1), (2, 2, 4, 2), (5, 4, 4, 3), (10, 8, 4, 2)):
-        settings = {"share": share, "parts": parts_, "values_warps": warps}
+    for parts_, at_once, warps, stages in (
+        (1, 64, 8, 1),
+        (2, 64, 4, 2),
+        (4, 128, 4, 3),
+        (8, 32, 4, 2),
+    ):
+        settings = {"parts": parts_, "step": at_once, "values_warps": warps}
         settings |= {"values_stages": stages, "weights_stages": stages}
         assert torch.equal(step.attend(settings=settings), want)
 
