@@ -73,11 +73,11 @@ def rows(
     sequences: list[tuple[int, int]],
     *,
     heads: int = 4,
-    dim: int = 32,
+    dim: int = 64,
     window: int = 16,
     topk: int = 24,
     entries: int = 8,
-    rope_dim: int = 16,
+    rope_dim: int = 32,
     ratio: int = 2,
     seed: int = 0,
     size: float = 1.0,
@@ -197,7 +197,7 @@ def test_a_window_alone(device: torch.device) -> None:
 
 
 def test_more_entries_than_a_tile_and_heads_that_fill_none(device: torch.device) -> None:
-    step = rows(device, [(300, 2)], heads=20, topk=70, window=70, dim=64, rope_dim=32)
+    step = rows(device, [(300, 2)], heads=20, topk=70, window=70)
     assert close(step.attend(), step, parts(step))
 
 
@@ -276,7 +276,7 @@ def test_the_order_of_entries_is_all_that_a_result_depends_on(device: torch.devi
 
 
 def test_settings_change_no_bit(device: torch.device) -> None:
-    step = rows(device, [(300, 1)], topk=130, dim=64, rope_dim=32)
+    step = rows(device, [(300, 1)], topk=130)
     for settings in ({"parts": 1, "step": 64}, {"parts": 2, "step": 32}):
         assert torch.equal(step.attend(settings=settings), step.attend())
 
@@ -293,13 +293,13 @@ def test_a_broken_row_breaks_no_other(device: torch.device) -> None:
 
 
 def test_no_rows(device: torch.device) -> None:
-    assert rows(device, STEP).take([]).attend().shape == (0, 4, 32)
+    assert rows(device, STEP).take([]).attend().shape == (0, 4, 64)
 
 
 def test_vectors_of_odd_sizes_are_refused(device: torch.device) -> None:
     step = rows(device, [(0, 1)])
     with pytest.raises(ValueError, match="power of two"):
-        replace(step, queries=step.queries[..., :24].contiguous()).attend()
+        replace(step, queries=step.queries[..., :48].contiguous()).attend()
 
 
 def block_parts(step: Rows, block: int) -> list[tuple[Tensor, Tensor]]:
