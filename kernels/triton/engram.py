@@ -25,7 +25,7 @@ _GATE: Final[Config] = {"BLOCK": 1024, "num_warps": 4, "num_stages": 3}
 # --- Which rows ------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["units_ptr"])
 def _hash_kernel(
     units_ptr,
     multipliers_ptr,
@@ -102,7 +102,7 @@ def hash_rows(
 # --- Their vectors ---------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_table_rows"], do_not_specialize_on_alignment=["ids_ptr"])
 def _gather_kernel(
     codes_ptr,
     scales_ptr,

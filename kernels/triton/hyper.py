@@ -45,7 +45,7 @@ def _sum_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _mix_parts_kernel(
     h_ptr,
     fn_ptr,
@@ -129,7 +129,7 @@ def _store4(ptr, a, b, c, d, mask):
     tl.store(ptr + 3, d, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _mix_finish_kernel(
     parts_ptr,
     scale_ptr,

@@ -27,7 +27,7 @@ from phalanx.kernels.triton.configs import Config, config
 _DEFAULT: Final[Config] = {"BLOCK": 32, "num_warps": 4}  # groups a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _q8_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
@@ -36,7 +36,7 @@ def _q8_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
     tl.store(out_ptr + at, formats.q8_values(x), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _encode_window_kernel(
     x_ptr, out_ptr, num_groups, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -52,7 +52,7 @@ def _encode_window_kernel(
     tl.store(out_ptr + scale_at, exponent.to(tl.uint8), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _decode_window_kernel(
     record_ptr, out_ptr, num_groups, record_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -68,7 +68,7 @@ def _decode_window_kernel(
     tl.store(out_ptr + ((row * GROUPS + g) * 32)[:, None] + lane, values, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _encode_fp4_kernel(
     x_ptr,
     out_ptr,
@@ -95,7 +95,7 @@ def _encode_fp4_kernel(
     tl.store(out_ptr + scale_at, scale.to(tl.uint8), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"])
 def _decode_fp4_kernel(
     record_ptr,
     out_ptr,

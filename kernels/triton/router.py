@@ -37,7 +37,7 @@ def _softplus(x):
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) + _log1p(tl.exp(-tl.abs(x)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["idx_ptr", "weights_ptr"])
 def _route_kernel(
     logits_ptr,
     bias_ptr,

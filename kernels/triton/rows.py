@@ -107,7 +107,7 @@ def aligned_rows(x: Tensor) -> Tensor:
 
 def row_warps(dim: int) -> int:
     """Warps for a row of this width: part of the order of summation, hence not tuned by rows."""
-    return 1 if dim <= 512 else 4 if dim <= 4096 else 8
+    return 1 if dim <= 128 else 4 if dim <= 4096 else 8
 
 
 # --- Rotary embedding ------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def pairs_of(ptr, PAIRS: tl.constexpr):
     return tl.split(tl.reshape(both, (PAIRS, 2)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _rotate_kernel(
     x_ptr,
     cos_ptr,
@@ -214,7 +214,7 @@ def rotate(
 # --- The gated activation --------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["weights_ptr"])
 def _swiglu_kernel(
     gate_ptr,
     up_ptr,

@@ -39,7 +39,7 @@ def _rotated(x, cos_ptr, sin_ptr, DIM: tl.constexpr, START: tl.constexpr):
     return tl.where(tail, turned, x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "blocks_ptr", "offsets_ptr"])
 def _store_kernel(
     x_ptr,
     weight_ptr,
@@ -119,6 +119,116 @@ def window_records(
     return out
 
 
+@triton.jit
+def _store_latent(x_ptr, weight_ptr, out_ptr, eps, RANK: tl.constexpr, PADDED: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    mask = column < RANK
+    x = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    latent = formats.q8_row(norm_row(x, weight, eps, RANK), PADDED)
+    tl.store(out_ptr + column, latent, mask=mask)
+
+
+@triton.jit
+def _store_window(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, eps, DIM: tl.constexpr, START: tl.constexpr
+):
+    column = tl.arange(0, DIM)
+    x = tl.load(x_ptr + column).to(tl.float32)
+    x = norm_row(x, tl.load(weight_ptr + column).to(tl.float32), eps, DIM)
+    x = _rotated(x, cos_ptr, sin_ptr, DIM, START)
+    codes, exponent = formats.q8_codes(tl.reshape(x, (DIM // 32, 32)))
+    tl.store(out_ptr + column, tl.reshape(codes, (DIM,)))
+    scale = tl.reshape(exponent.to(tl.uint8), (DIM // 32,))
+    tl.store(out_ptr + DIM + tl.arange(0, DIM // 32), scale)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
+def _latent_window_kernel(
+    both_ptr,
+    q_weight_ptr,
+    kv_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    latent_ptr,
+    records_ptr,
+    both_stride,
+    table_stride,
+    eps,
+    RANK: tl.constexpr,
+    PADDED: tl.constexpr,
+    DIM: tl.constexpr,
+    START: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    both_ptr += row * both_stride
+    if tl.program_id(1) == 0:
+        _store_latent(both_ptr, q_weight_ptr, latent_ptr + row * RANK, eps, RANK, PADDED)
+    else:
+        if GATHER:
+            at = tl.load(positions_ptr + row).to(tl.int64) * table_stride
+        else:
+            at = row * table_stride
+        out = records_ptr + row * (DIM + DIM // 32)
+        _store_window(
+            both_ptr + RANK, kv_weight_ptr, cos_ptr + at, sin_ptr + at, out, eps, DIM, START
+        )
+
+
+def latent_and_window(
+    both: Tensor,
+    q_norm: Tensor,
+    kv_norm: Tensor,
+    eps: float,
+    table: RopeTable,
+    *,
+    positions: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """What follows the attention's first projection, in one launch.
+
+    Args:
+        both: bf16 values, contiguous [R, rank + d]: the queries' latent, then the window vector.
+        q_norm, kv_norm: [rank], a multiple of 32, and [d], a power of two from 32 on.
+        table, positions: as for `window_records`.
+
+    Returns:
+        `rms_norm_q8` of the latent, [R, rank], and `window_records` of the rest, to their bits.
+    """
+    rank, dim = q_norm.shape[0], kv_norm.shape[0]
+    num_rows, rope_dim = both.shape[0], table.cos.shape[1]
+    assert both.shape[1] == rank + dim and both.is_contiguous() and rank % 32 == 0
+    assert q_norm.is_contiguous() and kv_norm.is_contiguous()
+    assert table.cos.stride() == table.sin.stride()
+    _check_turned(dim, rope_dim)
+    latent = torch.empty((num_rows, rank), dtype=out_dtype, device=both.device)
+    records = torch.empty((num_rows, window_bytes(dim)), dtype=torch.uint8, device=both.device)
+    if num_rows:
+        _latent_window_kernel[(num_rows, 2)](
+            both,
+            q_norm,
+            kv_norm,
+            table.cos,
+            table.sin,
+            both if positions is None else positions,
+            latent,
+            records,
+            both.stride(0),
+            table.cos.stride(0),
+            eps,
+            RANK=rank,
+            PADDED=triton.next_power_of_2(rank),
+            DIM=dim,
+            START=dim - rope_dim,
+            GATHER=positions is not None,
+            num_warps=row_warps(rank),
+            **NO_FMA,
+        )
+    return latent, records
+
+
 def store_compressed(
     latent: Tensor,
     norm_weight: Tensor,
@@ -183,10 +293,7 @@ def _store(
 ) -> None:
     num_rows, dim = x.shape
     rope_dim = table.cos.shape[1]
-    if dim & (dim - 1) or dim < 32 or rope_dim > dim:
-        raise ValueError(
-            f"vectors of {dim} with {rope_dim} turned: a power of two from 32 on is needed"
-        )
+    _check_turned(dim, rope_dim)
     assert out.stride(-1) == 1 and table.cos.stride() == table.sin.stride()
     assert norm_weight.shape == (dim,) and norm_weight.is_contiguous()
     if num_rows == 0:
@@ -220,17 +327,27 @@ def _store(
     )
 
 
+def _check_turned(dim: int, rope_dim: int) -> None:
+    if dim & (dim - 1) or dim < 32 or rope_dim > dim:
+        raise ValueError(
+            f"vectors of {dim} with {rope_dim} turned: a power of two from 32 on is needed"
+        )
+
+
 # --- The commit of a step ----------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slots_ptr", "places_ptr", "keep_ptr"],
+)
 def _keep_kernel(
     rows_ptr,
     pool_ptr,
     slots_ptr,
     places_ptr,
     keep_ptr,
-    layer_stride,
+    num_rows,
     slot_stride,
     ring_stride,
     place_stride,
@@ -244,7 +361,7 @@ def _keep_kernel(
         out = pool_ptr + slot * slot_stride + layer * ring_stride + place * place_stride
         column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         mask = column < SIZE
-        x = tl.load(rows_ptr + layer * layer_stride + row * SIZE + column, mask=mask)
+        x = tl.load(rows_ptr + (layer * num_rows + row) * SIZE + column, mask=mask)
         tl.store(out + column, x, mask=mask)
 
 
@@ -295,7 +412,7 @@ def _keep(
         slots,
         places,
         keep,
-        rows.stride(0),
+        num_rows,
         pool.stride(0),
         pool.stride(1),
         pool.stride(2) if place_stride is None else place_stride,

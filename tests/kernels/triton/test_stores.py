@@ -48,6 +48,21 @@ def test_window_records(device: torch.device, dim: int) -> None:
     assert stores.window_records(wide[:0], weight.to(device), EPS, whole).shape[0] == 0
 
 
+def test_one_launch_after_the_projection(device: torch.device) -> None:
+    both, q_norm, kv_norm = random(5, 96 + 64), random(96, seed=1), random(64, seed=2)
+    table, there = on(device, TABLE), both.to(device)
+    q_norm, kv_norm, positions = (t.to(device) for t in (q_norm, kv_norm, POSITIONS))
+    latent, records = stores.latent_and_window(
+        there, q_norm, kv_norm, EPS, table, positions=positions
+    )
+    assert torch.equal(latent, rows.rms_norm_q8(there[:, :96], q_norm, EPS))
+    expected = stores.window_records(there[:, 96:], kv_norm, EPS, table, positions=positions)
+    assert torch.equal(records, expected)
+    one = rope.RopeTable(table.cos[positions[4:]], table.sin[positions[4:]])
+    alone = stores.latent_and_window(there[4:], q_norm, kv_norm, EPS, one, out_dtype=torch.bfloat16)
+    assert torch.equal(alone[0].float(), latent[4:]) and torch.equal(alone[1], records[4:])
+
+
 @pytest.mark.parametrize("dim", [32, 128])
 @pytest.mark.parametrize("form", ["compressed", "index_key"])
 def test_entries_land_in_their_places(device: torch.device, dim: int, form: str) -> None:
@@ -104,6 +119,29 @@ def test_only_kept_rows_are_committed(device: torch.device) -> None:
     pool = torch.zeros(4, 200, device=device)[:, 8:136].view(4, 2, 2, 32)
     stores.store_pairs(pairs.to(device), pool, there[0], there[2])
     assert torch.equal(pool.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_full_model_projection(device: torch.device, dtype: torch.dtype) -> None:
+    both = random(200, 1280 + 512).to(device, dtype)
+    q_norm, kv_norm = random(1280, seed=1).to(device), random(512, seed=2).to(device)
+    table = on(device, rope.rope_table(rope.frequencies(64, 10000.0), 300))
+    positions = torch.arange(200, device=device)
+    latent, records = stores.latent_and_window(
+        both, q_norm, kv_norm, EPS, table, positions=positions
+    )
+    assert torch.equal(latent, rows.rms_norm_q8(both[:, :1280], q_norm, EPS))
+    expected = stores.window_records(both[:, 1280:], kv_norm, EPS, table, positions=positions)
+    assert torch.equal(records, expected)
+    normed = rows.rms_norm(both[:, 1280:], kv_norm, EPS)
+    turned = rows.rotate(normed, table, positions=positions)
+    assert torch.equal(records.cpu(), quant.encode_window(turned.cpu()))
+    one = stores.latent_and_window(
+        both[199:], q_norm, kv_norm, EPS, table, positions=positions[199:]
+    )
+    assert torch.equal(one[0], latent[199:]) and torch.equal(one[1], records[199:])
 
 
 @pytest.mark.gpu
