@@ -202,7 +202,7 @@ def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config
     tiles = _settings("few_rows", num_rows, (groups, rows, depth), few_settings(num_rows), settings)
     splits = (settings or {}).get("splits", num_splits(rows, depth, groups))
     fp8 = isinstance(weight, Fp8Matrix)
-    codes = weight.codes.view(torch.uint8) if isinstance(weight, Fp8Matrix) else weight
+    codes = weight.codes.view(torch.int16) if isinstance(weight, Fp8Matrix) else weight
     if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
         x = x.to(torch.bfloat16)
     target = _parts(splits, out)
@@ -281,9 +281,9 @@ def dequantize(weight: Fp8Matrix) -> Tensor:
     out = torch.empty((rows, depth), dtype=torch.bfloat16, device=weight.device)
     width = _unit(depth)
     linear_kernels.dequantize[(depth // width, triton.cdiv(rows, GROUP))](
-        weight.codes.view(torch.uint8),
+        weight.codes.view(torch.int16),
         weight.scales,
-        out,
+        out.view(torch.int32),
         rows,
         depth,
         BLOCK_K=width,

@@ -16,9 +16,9 @@ import triton.language as tl
 # Its float64 hides the order within a tile, as numpy has another for every tile height.
 INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# Four e4m3 codes to four bf16. A code's bits (s eeee mmm) moved into bf16's places (s 0000eeee
-# mmm0000) are its value times 2^-120, subnormals too; the factor brings 2^120 and the block's scale.
-# The masks leave sign and high exponent bits in one word of four bytes, the rest in another.
+# Two words of two e4m3 codes to two pairs of bf16. A code's bits (s eeee mmm) moved into bf16's places
+# (s 0000eeee mmm0000) are its value times 2^-120, subnormals too; the factor brings 2^120 and the
+# block's scale. The first masks leave sign and high exponent bits of the four, the next the rest.
 _E4M3_TO_BF16: Final = tl.constexpr("""{
     .reg .b32 high, low;
     shr.b32 high, $2, 4;
@@ -34,36 +34,49 @@ _E4M3_TO_BF16: Final = tl.constexpr("""{
 
 
 @triton.jit
-def _factors(scales, block, num_blocks, stride, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """int16 [BLOCK_N, BLOCK_K]: the bits, as bf16, of 2^120 times the scale of every weight of a tile; scales at most 2^7."""
-    n = tl.arange(0, BLOCK_N)[:, None] // 32
-    k = tl.arange(0, BLOCK_K)[None, :] // 32
-    bits = tl.zeros((BLOCK_N, BLOCK_K), tl.int16)
-    for i in tl.static_range((BLOCK_N + 31) // 32):
-        row = scales + tl.minimum(block + i, num_blocks - 1) * stride
-        for j in tl.static_range(BLOCK_K // 32):
-            # Byte b is 2^(b - 127); bf16 holds 2^(e - 127) as e << 7.
-            factor = ((tl.load(row + j).to(tl.int32) + 120) << 7).to(tl.int16)
-            bits = tl.where((n == i) & (k == j), factor, bits)
-    return bits
+def _factors(scales):
+    """Scale bytes, at most 2^7 -> int32, twice the bf16 that is 2^120 times the scale."""
+    # Byte b is 2^(b - 127); bf16 holds 2^(e - 127) as e << 7.
+    factor = (scales.to(tl.int32) + 120) << 7
+    return factor | (factor << 16)
 
 
 @triton.jit
-def _dequantize(codes, factors):
-    """e4m3 codes as uint8, factors as from `_factors` -> bf16, exact."""
+def _spread(factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_K / 32] -> [BLOCK_N, BLOCK_K / 2], one for each word of two codes."""
+    wide = tl.broadcast_to(factors[:, :, None], (BLOCK_N, BLOCK_K // 32, 16))
+    return tl.reshape(wide, (BLOCK_N, BLOCK_K // 2))
+
+
+@triton.jit
+def _times(codes, factors):
+    """The interpreter's way for the lower byte: bf16 bits, int32."""
+    bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
+    factor = (factors << 16).to(tl.float32, bitcast=True)
+    return ((bits.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+
+
+@triton.jit
+def _dequantize(words, factors):
+    """Words of two e4m3 codes, int16, with factors from `_factors` -> pairs of bf16 in int32, exact."""
     if INTERPRETED:
-        code = codes.to(tl.int32)
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        factor = (factors.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-        return (bits.to(tl.float32, bitcast=True) * factor).to(tl.bfloat16)
+        codes = words.to(tl.int32)
+        return _times(codes, factors) | (_times(codes >> 8, factors) << 16)
     return tl.inline_asm_elementwise(
         _E4M3_TO_BF16,
         "=&r,=&r,r,r,r",
-        [codes, factors],
-        dtype=tl.bfloat16,
+        [words, factors],
+        dtype=tl.int32,
         is_pure=True,
-        pack=4,
+        pack=2,
     )
+
+
+@triton.jit
+def _values(pairs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Pairs in int32 [BLOCK_N, BLOCK_K / 2] -> bf16 [BLOCK_N, BLOCK_K]. No value leaves its register."""
+    both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
+    return tl.reshape(both, (BLOCK_N, BLOCK_K)).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -121,7 +134,7 @@ def _store(out, product, mask, ROUND):
 @triton.jit(do_not_specialize=["R", "GROUPS", "SPLITS", "ROUND"])
 def few_rows(
     x,  # bf16 or float32 [R, G, K]
-    w,  # uint8 (codes) or bf16 [G, N, K]
+    w,  # int16 (words of two codes) [G, N, K / 2] or bf16 [G, N, K]
     scales,  # uint8 [G, ceil(N/32), K/32], or anything
     out,  # [S, R, G, N]
     R,
@@ -149,26 +162,39 @@ def few_rows(
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = split * depth + tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last one: no mask, and nothing of them is stored.
-    w_row = group.to(tl.int64) * N + tl.minimum(n, N - 1)
-    w_at = w + w_row[:, None] * K + k[None, :]
+    n_in = tl.minimum(n, N - 1)
+    w_row = group.to(tl.int64) * N + n_in
+    if FP8:
+        # The compiler brings the codes straight from memory into the operand's registers, as long as
+        # nothing but loads and element-wise work stands in between: hence a load of all scales too.
+        words = K // 2
+        w_at = w + w_row[:, None] * words + (split * depth // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+        s_row = (group * tl.cdiv(N, 32) + n_in // 32) * (K // 32) + split * depth // 32
+        s_at = scales + s_row[:, None] + tl.arange(0, BLOCK_K // 32)[None, :]
+    else:
+        w_at = w + w_row[:, None] * K + k[None, :]
+        s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
-    blocks = tl.cdiv(N, 32)
-    s_at = scales + group * blocks * (K // 32) + split * depth // 32
     if EARLY:  # weights are written by no kernel
-        at = (w + w_row * K + split * depth).to(tl.int64)
-        _prefetch(at, depth if FP8 else 2 * depth, BLOCK_N)
+        if FP8:
+            at = w + w_row * (K // 2) + split * depth // 2
+            _prefetch(at.to(tl.int64), depth, BLOCK_N)
+        else:
+            _prefetch((w + w_row * K + split * depth).to(tl.int64), 2 * depth, BLOCK_N)
     _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for _ in range(0, depth, BLOCK_K):
         weight = tl.load(w_at)
         if FP8:
-            factors = _factors(s_at, first // 32, blocks, K // 32, BLOCK_N, BLOCK_K)
-            weight = _dequantize(weight, factors)
+            factors = _spread(_factors(tl.load(s_at)), BLOCK_N, BLOCK_K)
+            weight = _values(_dequantize(weight, factors), BLOCK_N, BLOCK_K)
+            w_at += BLOCK_K // 2
+            s_at += BLOCK_K // 32
+        else:
+            w_at += BLOCK_K
         rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
         acc = _dot(weight, tl.trans(rows), acc)
-        w_at += BLOCK_K
         x_at += BLOCK_K
-        s_at += BLOCK_K // 32
     row = (split * R + r).to(tl.int64) * GROUPS + group
     mask = (r[None, :] < R) & (n[:, None] < N)
     _store(out + row[None, :] * N + n[:, None], acc, mask, ROUND)
@@ -286,15 +312,17 @@ def sum_splits(
 
 @triton.jit
 def dequantize(w, scales, out, N, K, BLOCK_K: tl.constexpr):
-    """Codes uint8 [N, K] with their scales -> bf16 [N, K]. Grid: (K / BLOCK_K, tiles of 32 rows)."""
-    block = tl.program_id(1)
-    n = block * 32 + tl.arange(0, 32)
-    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    at = n.to(tl.int64)[:, None] * K + k[None, :]
-    codes = tl.load(w + at, mask=n[:, None] < N, other=0)
-    s_at = scales + tl.program_id(0) * (BLOCK_K // 32)
-    factors = _factors(s_at, block, tl.num_programs(1), K // 32, 32, BLOCK_K)
-    tl.store(out + at, _dequantize(codes, factors), mask=n[:, None] < N)
+    """Words of two codes, int16 [N, K / 2], with their scales -> pairs of bf16 in int32 [N, K / 2].
+
+    Grid: (K / BLOCK_K, tiles of 32 rows).
+    """
+    n = tl.program_id(1) * 32 + tl.arange(0, 32)
+    k = tl.program_id(0) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+    at = n.to(tl.int64)[:, None] * (K // 2) + k[None, :]
+    words = tl.load(w + at, mask=n[:, None] < N, other=0)
+    s_at = scales + tl.program_id(1) * (K // 32) + k // 16
+    factors = tl.broadcast_to(_factors(tl.load(s_at))[None, :], (32, BLOCK_K // 2))
+    tl.store(out + at, _dequantize(words, factors), mask=n[:, None] < N)
 
 
 @triton.jit(do_not_specialize=["R"])
