@@ -168,7 +168,9 @@ def few_rows(
         # The compiler brings the codes straight from memory into the operand's registers, as long as
         # nothing but loads and element-wise work stands in between: hence a load of all scales too.
         words = K // 2
-        w_at = w + w_row[:, None] * words + (split * depth // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+        w_at = (
+            w + w_row[:, None] * words + (split * depth // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+        )
         s_row = (group * tl.cdiv(N, 32) + n_in // 32) * (K // 32) + split * depth // 32
         s_at = scales + s_row[:, None] + tl.arange(0, BLOCK_K // 32)[None, :]
     else:
