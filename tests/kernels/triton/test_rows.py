@@ -25,7 +25,7 @@ def assert_rounded_alike(got: Tensor, expected: Tensor) -> None:
     """At most one bf16 step apart, and nearly always equal."""
     got, expected = got.float().cpu(), expected.float()
     apart = got != expected
-    assert apart.float().mean() < 2e-3
+    assert apart.float().mean() < 1e-2
     assert ((got - expected).abs() <= expected.abs() * 2.0**-7)[apart].all()
 
 
