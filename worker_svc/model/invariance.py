@@ -104,8 +104,8 @@ _ACTIVATIONS = (torch.nn.functional.softplus, torch.nn.functional.silu)
 
 
 def _mix_streams(x: Tensor) -> Tensor:
-    weights = x[:, :, 0]
-    mixed = Mix(weights, weights, x[:, :, :4])
+    weights = x[:, :, 0].contiguous()
+    mixed = Mix(weights, weights, x[:, :, :4].contiguous())
     return ops.expand(ops.collapse(x, weights), x, mixed)
 
 
