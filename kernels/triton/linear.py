@@ -25,7 +25,7 @@ from phalanx.kernels.triton.configs import Config, config
 _TILE: Final = 64  # weights of the smallest tile
 _PROGRAMS: Final = 128  # fill the GPU (132 multiprocessors on an H200)
 _MIN_DEPTH: Final = 256  # columns that are worth a split of their own
-_MIN_FLOAT_DEPTH: Final = 1024
+_MIN_FLOAT_DEPTH: Final = 512
 _MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
 _FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes them bf16
 _FEW: Final = 256  # rows up to which weights are not dequantized ahead
