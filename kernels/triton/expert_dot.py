@@ -134,7 +134,33 @@ def to_bf16(x: tl.tensor) -> tl.tensor:
         bits = x.to(tl.int32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
         return (bits & -65536).to(tl.float32, bitcast=True)
-    return x.to(tl.bfloat16).to(tl.float32)
+    # With a zero beside it in the lower half, a bf16 is a float32.
+    bits = tl.inline_asm_elementwise(
+        "{ .reg .f32 zero; mov.f32 zero, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, zero; }",
+        "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def as_bf16(x: tl.tensor) -> tl.tensor:
+    """The nearest bf16."""
+    if PLAIN:
+        return to_bf16(x).to(tl.bfloat16)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _silu(x: tl.tensor) -> tl.tensor:
+    """x / (1 + exp(-x)), to a few units in the last place of float32."""
+    if PLAIN:
+        return x / (1.0 + tl.exp(-x))
+    # Plain division and exponential would care for subnormals; the product is -x * log2(e).
+    return tl.inline_asm_elementwise(
+        """{ .reg .f32 t; mul.rn.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t;
+        add.rn.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 t, t; mul.rn.f32 $0, $1, t; }""",
+        "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -142,13 +168,15 @@ def swiglu(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, weight: tl.tensor) 
     """`kernels.reference.swiglu` on bf16 values: float32 [N, M], weight [M] -> bf16 values [N, M]."""
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    silu = gate / (1.0 + tl.exp(-gate))
-    return to_bf16(silu * up * weight[None, :])
+    return to_bf16(_silu(gate) * up * weight[None, :])
 
 
 @triton.jit
 def q8_roundtrip(x: tl.tensor, N: tl.constexpr, M: tl.constexpr) -> tl.tensor:
-    """`kernels.reference.quant.q8_roundtrip` in groups of 32 along the first axis, float32 [N, M]."""
+    """`kernels.reference.quant.q8_roundtrip` in groups of 32 along the first axis, float32 [N, M].
+
+    For values up to 2^127, far above what the activation's limit lets through.
+    """
     x = tl.reshape(x, (N // 32, 32, M))
     largest = tl.max(tl.abs(x), axis=1)
     largest = tl.minimum(tl.maximum(largest, 1e-4), 1.7014118346046923e38)  # 2^127
@@ -157,7 +185,7 @@ def q8_roundtrip(x: tl.tensor, N: tl.constexpr, M: tl.constexpr) -> tl.tensor:
     exponent = (bits + 0x7FFFFF) & 0x7F800000
     scale = exponent.to(tl.float32, bitcast=True)[:, None, :]
     inverse = (0x7F000000 - exponent).to(tl.float32, bitcast=True)[:, None, :]
-    code = tl.minimum(tl.maximum(x * inverse, -448.0), 448.0)
+    code = x * inverse  # at most 448, or so little more that it is rounded to 448
     # Round to three bits of mantissa, or to multiples of 2^-9: added to 1.5 * 2^20 times its power
     # of two (at least 2^-6), a number has its last place there, and is rounded to even.
     power = tl.maximum(code.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)

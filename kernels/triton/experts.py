@@ -15,6 +15,7 @@ from torch import Tensor
 
 from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.expert_dot import (
+    as_bf16,
     left_operand,
     product,
     q8_roundtrip,
@@ -247,9 +248,9 @@ def _down_kernel(
             a1 += 128
 
     raised = tl.load(raised_ptr + slot * 3 + 2)
-    tl.store(target0, to_bf16(acc0 * raised).to(tl.bfloat16), mask=stored0)
+    tl.store(target0, as_bf16(acc0 * raised), mask=stored0)
     if MORE > 0:
-        tl.store(target1, to_bf16(acc1 * raised).to(tl.bfloat16), mask=stored1)
+        tl.store(target1, as_bf16(acc1 * raised), mask=stored1)
 
 
 def run_experts(
