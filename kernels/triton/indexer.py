@@ -35,6 +35,7 @@ CANDIDATES_MANY: Final[list[Config]] = [
 ]
 _DEFAULT: Final[Config] = {"rows": 1, "tiles": 8, "num_warps": 4, "num_stages": 3}
 _DEFAULT_MANY: Final[Config] = {"rows": 4, "tiles": 32, "num_warps": 8, "num_stages": 3}
+_PROGRAMS: Final = 528  # an H200 runs four on each of its multiprocessors
 _MANY_ROWS: Final = 512  # from here on rows usually share their sequence
 
 
@@ -91,26 +92,31 @@ def _keys(codes, factors, PART: tl.constexpr):
         value = bits.to(tl.float32, bitcast=True) * factors.to(tl.float32)
         return value.to(tl.bfloat16)
     elif PART == 0:
-        return _asm_keys(codes, factors, "shl.b32 s, $1, 12;", "shl.b32 t, $1, 6;")
+        return _asm_keys(codes, factors, "and.b32 t, $1, 0x000F000F; mul.lo.u32 t, t, 0x1040;")
     elif PART == 1:
-        return _asm_keys(codes, factors, "shl.b32 s, $1, 8;", "shl.b32 t, $1, 2;")
+        return _asm_keys(codes, factors, "and.b32 t, $1, 0x00F000F0; mul.lo.u32 t, t, 0x104;")
     elif PART == 2:
-        return _asm_keys(codes, factors, "shl.b32 s, $1, 4;", "shr.u32 t, $1, 2;")
+        return _asm_keys(
+            codes,
+            factors,
+            "shr.u32 t, $1, 8; and.b32 t, t, 0x000F000F; mul.lo.u32 t, t, 0x1040;",
+        )
     else:
-        return _asm_keys(codes, factors, "mov.b32 s, $1;", "shr.u32 t, $1, 6;")
+        return _asm_keys(
+            codes,
+            factors,
+            "shr.u32 t, $1, 8; and.b32 t, t, 0x00F000F0; mul.lo.u32 t, t, 0x104;",
+        )
 
 
 @triton.jit
-def _asm_keys(codes, factors, SIGN: tl.constexpr, REST: tl.constexpr):
+def _asm_keys(codes, factors, PLACE: tl.constexpr):
+    """Two codes at a time: brought to their PLACE in t, then multiplied.
+
+    A product with 2^a + 2^b sets two copies of a nibble: one for its sign, one for the rest.
+    """
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 s, t; "
-        + SIGN
-        + REST
-        + """
-        and.b32 t, t, 0x01C001C0;
-        lop3.b32 t, s, 0x80008000, t, 0xEA;
-        mul.rn.bf16x2 $0, t, $2;
-        }""",
+        "{ .reg .b32 t; " + PLACE + " and.b32 t, t, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
         "=r,r,r",
         [codes, factors],
         tl.bfloat16,
@@ -252,7 +258,7 @@ def _score_kernel(
     # The results, row after row.
     place = tl.arange(0, ROWS * TILE)
     row, entry = start + place // TILE, place % TILE
-    seen = tl.load(visible + row, mask=row < stop, other=0)
+    seen = tl.minimum(tl.load(visible + row, mask=row < stop, other=0), num_entries).to(tl.int32)
     target = out + row.to(tl.int64) * out_stride + entry
     while start < stop:
         seq = tl.load(seqs + start).to(tl.int64)
@@ -276,12 +282,13 @@ def _score_kernel(
                 parts = parts.reshape(TILE, ROWS, HEADS).trans(1, 0, 2).reshape(ROWS * TILE, HEADS)
             total = _dot(parts, ones, tl.zeros((ROWS * TILE, 16), tl.float32))
             total = tl.reduce(total, 1, _either)
-            at = tile * TILE + entry
-            total = tl.where(at < seen, total, float("-inf"))
-            _store(target + tile * TILE, total, written & (at < num_entries))
+            _store(target + tile * TILE, total, written & (tile * TILE + entry < seen))
+        # What no row sees, and the rest of the tiles in which a row's entries end.
+        least = tl.min(tl.where(ours, seen_here, num_entries))
         hidden = tl.full((ROWS * TILE,), float("-inf"), tl.float32)
-        for tile in range(shown, end):
-            _store(target + tile * TILE, hidden, written & (tile * TILE + entry < num_entries))
+        for tile in range(tl.maximum(first, least // TILE), end):
+            at = tile * TILE + entry
+            _store(target + tile * TILE, hidden, written & (at >= seen) & (at < num_entries))
         start = next_start
 
 
@@ -318,11 +325,11 @@ def paged_scores(
     the sum of the heads to bf16.
 
     Args:
-        queries: bf16, or float32 that holds bf16 values, contiguous [R, heads, dim]; after their
+        queries: bf16, or float32 that holds bf16 values, [R, heads, dim]; after their
             QF4 round trip. dim is 64 or 128; below 2^95.
-        head_weights: bf16, or float32 that holds bf16 values, contiguous [R, heads].
+        head_weights: bf16, or float32 that holds bf16 values, [R, heads].
         index_keys: uint8 [num_blocks, N, index_key_bytes(dim)], a view whose blocks may lie apart
-            and whose records may not; N a multiple of 16; blocks aligned to 4 bytes (dim 64: 2). A
+            and whose records may not; N a multiple of 64; blocks aligned to 4 bytes (dim 64: 2). A
             key's scale is in 2^-100 .. 2^33: others give no error and an unspecified score.
         block_table: integers [S, max_blocks], rows contiguous. Read only where a row sees entries.
         seqs: integers [R], the row of `block_table`.
@@ -351,10 +358,14 @@ def paged_scores(
     default = _DEFAULT_MANY if num_rows >= _MANY_ROWS else _DEFAULT
     use = settings or config("paged_scores", settings_key(num_rows, num_heads, dim), default)
     tile = min(128, entries & -entries)
-    grid = (triton.cdiv(num_rows, use["rows"]), triton.cdiv(num_entries_max, tile * use["tiles"]))
+    num_groups, num_tiles = triton.cdiv(num_rows, use["rows"]), triton.cdiv(num_entries_max, tile)
+    each = use["tiles"]
+    if settings is None:  # few rows: rather fill the GPU than set up the queries less often
+        each = min(each, triton.cdiv(num_groups * num_tiles, _PROGRAMS))
+    grid = (num_groups, triton.cdiv(num_tiles, each))
     _score_kernel[grid](
-        queries,
-        head_weights,
+        queries.contiguous(),
+        head_weights.contiguous(),
         keys,
         block_table,
         seqs,
@@ -363,7 +374,7 @@ def paged_scores(
         num_rows,
         num_entries_max,
         num_heads,
-        use["tiles"],
+        each,
         keys.stride(0),
         block_table.stride(0),
         num_entries_max,
@@ -385,8 +396,8 @@ def _check(index_keys: Tensor, dim: int) -> None:
     _, entries, record = index_keys.shape
     if dim not in (64, 128) or record != index_key_bytes(dim):
         raise ValueError(f"records of {record} bytes and dimension {dim}; it must be 64 or 128")
-    if entries % 16:
-        raise ValueError(f"blocks of {entries} entries; it must be a multiple of 16")
+    if entries % 64:
+        raise ValueError(f"blocks of {entries} entries; it must be a multiple of 64")
     align = 4 if dim == 128 else 2
     if index_keys.stride()[1:] != (record, 1) or index_keys.stride(0) % align:
         raise ValueError(f"index keys have strides {index_keys.stride()}")

@@ -90,7 +90,7 @@ def make_case(
 
 def exact_case(heads: int, dim: int) -> Case:
     """Every scale is 1 and every weight a small power of two: all sums are exact in float32."""
-    case = make_case(heads, dim, 32, [1, 3], 2, seed=5)
+    case = make_case(heads, dim, 64, [1, 3], 2, seed=5)
     largest = torch.zeros(dim)
     largest[::32] = 6.0
 
@@ -132,14 +132,14 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("settings", [ONE_ROW, FEW_ROWS])
-@pytest.mark.parametrize(("heads", "dim", "block"), [(4, 64, 16), (32, 128, 64)])
+@pytest.mark.parametrize(("heads", "dim", "block"), [(4, 64, 64), (32, 128, 128)])
 def test_scores(device: torch.device, heads: int, dim: int, block: int, settings: Config) -> None:
     case = make_case(heads, dim, block, [1, 3], 2)
     assert close(case.scores(device, settings, torch.float32), case.expected())
 
 
 def test_a_row_has_the_same_scores_in_every_batch(device: torch.device) -> None:
-    case = make_case(4, 64, 16, [1, 4, 1], 2, seed=1)
+    case = make_case(4, 64, 64, [1, 4, 1], 2, seed=1)
     alone = [case.rows([row]).scores(device, ONE_ROW, torch.float32) for row in range(6)]
     together = torch.cat(alone)
     for order in (list(range(6)), list(range(5, -1, -1)), [3, 3, 5, 0]):
@@ -154,7 +154,7 @@ def test_a_row_has_the_same_scores_in_every_batch(device: torch.device) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # the interpreter's, about NaN
 def test_a_broken_row_or_key_stays_alone(device: torch.device) -> None:
-    case = make_case(4, 64, 16, [6], 2, seed=2)
+    case = make_case(4, 64, 64, [6], 2, seed=2)
     before = case.scores(device, FEW_ROWS, torch.float32)
     case.queries[2] = float("nan")
     case.queries[3] = float("inf")
@@ -164,15 +164,15 @@ def test_a_broken_row_or_key_stays_alone(device: torch.device) -> None:
     assert torch.equal(got[whole], before[whole])
     assert got[2, : case.visible[2]].isnan().all()
     last = int(case.visible.max()) - 1
-    case.index_keys[case.block_table[0, last // 16], last % 16] = 0xFF
+    case.index_keys[case.block_table[0, last // 64], last % 64] = 0xFF
     got = case.scores(device, FEW_ROWS, torch.float32)
     assert torch.equal(got[whole, :last], before[whole, :last])
 
 
 def test_without_rows_columns_or_visible_entries(device: torch.device) -> None:
-    case = make_case(4, 64, 16, [3], 2)
+    case = make_case(4, 64, 64, [3], 2)
     for settings in (ONE_ROW, FEW_ROWS):
-        assert case.rows([]).scores(device, settings, torch.float32).shape == (0, 32)
+        assert case.rows([]).scores(device, settings, torch.float32).shape == (0, 128)
         none = replace(case, num_entries=0)
         assert none.scores(device, settings, torch.float32).shape == (3, 0)
         blind = replace(
@@ -184,16 +184,16 @@ def test_without_rows_columns_or_visible_entries(device: torch.device) -> None:
 
 
 def test_columns_may_end_within_a_tile(device: torch.device) -> None:
-    case = make_case(4, 64, 32, [1, 1], 2, seed=3)
+    case = make_case(4, 64, 64, [1, 1], 2, seed=3)
     whole = case.scores(device, ONE_ROW, torch.float32)
     for settings in (ONE_ROW, FEW_ROWS):
-        got = replace(case, num_entries=50).scores(device, settings, torch.float32)
-        assert torch.equal(got, whole[:, :50])
+        got = replace(case, num_entries=90).scores(device, settings, torch.float32)
+        assert torch.equal(got, whole[:, :90])
 
 
 def test_unsupported_keys_are_refused(device: torch.device) -> None:
-    case = make_case(4, 64, 16, [1], 1)
-    with pytest.raises(ValueError, match="multiple of 16"):
+    case = make_case(4, 64, 64, [1], 1)
+    with pytest.raises(ValueError, match="multiple of 64"):
         replace(case, index_keys=case.index_keys[:, :8]).scores(device, ONE_ROW, torch.float32)
     with pytest.raises(ValueError, match="dimension"):
         replace(case, queries=case.queries[:, :, :32]).scores(device, ONE_ROW, torch.float32)
@@ -319,8 +319,8 @@ def test_scores_at_the_model_dimensions(block: int, columns: int) -> None:
         assert close(got[row].float().cpu(), model_expected(arguments, num_entries, row))
     for settings in (
         {"rows": 1, "tiles": 5, "num_stages": 5},
-        {"rows": 8, "tiles": 4, "num_stages": 2},
-        {"rows": 5, "tiles": 16, "num_stages": 1},
+        {"rows": 8, "tiles": 4, "num_warps": 8, "num_stages": 2},
+        {"rows": 2, "tiles": 16, "num_stages": 1},
     ):
         other = paged_scores(*arguments, num_entries, settings={**ONE_ROW, **settings})
         assert torch.equal(other, got)
