@@ -19,7 +19,7 @@ import numpy.typing as npt
 from phalanx.protocol.arena import SHM, Arena, arena_name, names
 from phalanx.protocol.errors import ArenaError
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 STEP_TIMES = 4096  # step times kept
 REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
 STEPS_SHOWN = 256  # `phalanx queues` speaks of that many
@@ -79,7 +79,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("told", "<i4"),  # of these, how many its worker knows
     ("committed", "<i4"),  # tokens whose KV is written
     ("planned", "<i4"),  # the same once every plan under way is done, all drafts accepted
-    ("predicted", "<i4"),  # outputs that the client predicted: drafts
+    ("rows_max", "<i4"),  # so many tokens go through the model at most: the last output does not
+    ("drafted_max", "<i4"),  # the highest position that a predicted output, a draft, may have
     ("last_token", "<i4"),
     ("last_plan", "<i8"),  # the newest plan that contains it: under way until its result is there
     ("handle", "<i8"),  # its name in TokenRows
@@ -124,7 +125,8 @@ class QueueTable:
     told: npt.NDArray[np.int32]
     committed: npt.NDArray[np.int32]
     planned: npt.NDArray[np.int32]
-    predicted: npt.NDArray[np.int32]
+    rows_max: npt.NDArray[np.int32]
+    drafted_max: npt.NDArray[np.int32]
     last_token: npt.NDArray[np.int32]
     last_plan: npt.NDArray[np.int64]
     handle: npt.NDArray[np.int64]

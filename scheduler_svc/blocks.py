@@ -53,8 +53,9 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each; the last of them is the first to be handed out again."""
         refs, free = self._refs, self._free
-        for block in reversed(blocks):
+        for block in blocks:
             left = refs[block] - 1
             assert left >= 0, f"block {block} is free already"
             refs[block] = left

@@ -46,6 +46,7 @@ class Fresh:
     have: Int32
     counts: Int32
     alive: Bool
+    whole: bool  # all are alive and have got some
     spans: Spans
     logprobs: tuple[TokenLogprobs | None, ...]  # parallel to the tokens; empty: none was asked for
 
@@ -53,7 +54,7 @@ class Fresh:
 def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     """Enter the step's tokens. Sequences that ended while it was in flight get nothing."""
     t, rows = rank.t, flight.sampled
-    counts = np.frombuffer(result.counts, np.uint8).astype(np.int32)
+    counts: Int32 = np.frombuffer(result.counts, np.uint8).astype(np.int32)
     tokens = np.frombuffer(result.tokens, np.int32)
     assert len(counts) == len(result.status) == len(rows), "not of this plan"
     spans = Spans(counts, tokens)
@@ -66,15 +67,17 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     alive = t.state.take(rows) == RUNNING
     if broken:
         alive &= ~np.isin(rows, broken)
+    whole = len(counts) > 0 and 0 not in result.counts
     if np.count_nonzero(alive) < len(alive):
-        counts = counts * alive
-    fresh = Fresh(rows, t.output_tokens.take(rows), counts, alive, spans, result.logprobs)
+        counts, whole = counts * alive, False
+    fresh = Fresh(rows, t.output_tokens.take(rows), counts, alive, whole, spans, result.logprobs)
     reasons = _enter(rank, fresh)
     by_row = rank.table.by_row
-    for place, reason in reasons.items():
-        done.ended.append((by_row[rows.item(place)], reason, None, ""))
-    _say(rank, fresh, reasons, done)
-    if any(result.status):
+    if reasons:
+        ended = [by_row[row] for row in rows.take(list(reasons)).tolist()]
+        done.ended += [(s, why, None, "") for s, why in zip(ended, reasons.values(), strict=True)]
+    _say(rank, fresh, reasons, result, done)
+    if result.status.count(0) < len(result.status):
         status = np.frombuffer(result.status, np.uint8) * alive
         for place in status.nonzero()[0].tolist():
             if place not in reasons:
@@ -87,11 +90,14 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
 def _settle(rank: Rank, flight: Flight, counts: Int32) -> None:
     """What the plan asked for becomes what was computed: rejected drafts are not."""
     t, rows, decoding = rank.t, flight.rows, len(flight.decoders.rows)
+    if not flight.drafted:
+        t.committed[rows] += flight.asked
+        return
     computed = flight.asked.copy()
     # A row whose sample failed was computed, too.
     np.maximum(counts[:decoding], _ONE, out=computed[:decoding])
-    t.committed[rows] = t.committed.take(rows) + computed
-    t.planned[rows] = t.planned.take(rows) + (computed - flight.asked)
+    t.committed[rows] += computed
+    t.planned[rows] += computed - flight.asked
 
 
 def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
@@ -121,12 +127,12 @@ def _enter(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
     reasons = _ends(rank, fresh)
     rank.table.outputs.append(rows, fresh.have, spans)
     t.output_tokens[rows] = fresh.have + fresh.counts
-    last = spans.starts + fresh.counts - 1
-    got = fresh.counts > 0
-    if np.count_nonzero(got) == len(got):
-        t.last_token[rows] = spans.tokens.take(last)
+    if fresh.whole and not reasons:
+        t.last_token[rows] = spans.tokens.take(spans.ends - 1)
     else:
-        t.last_token[rows[got]] = spans.tokens[last[got]]
+        got = fresh.counts.nonzero()[0]
+        last = spans.starts.take(got) + fresh.counts.take(got) - 1
+        t.last_token[rows.take(got)] = spans.tokens.take(last)
     return reasons
 
 
@@ -139,36 +145,39 @@ def _ends(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
     reasons: dict[int, FinishReason] = {}
     if not full and not hits:
         return reasons
-    cut, alive = fresh.counts.copy(), fresh.alive
+    cut, least = np.minimum(fresh.counts, room), t.min_tokens.take(rows) - fresh.have
     for place, nth in hits:
-        if not alive.item(place) or place in reasons or nth > room.item(place):
-            continue
-        if fresh.have.item(place) + nth >= t.min_tokens.item(rows.item(place)):
+        if least.item(place) <= nth <= cut.item(place) and place not in reasons:
             reasons[place], cut[place] = "stop", nth
     for place in full:
-        if alive.item(place) and place not in reasons:
-            reasons[place], cut[place] = "length", room[place]
+        if fresh.alive.item(place) and place not in reasons:
+            reasons[place] = "length"
     fresh.counts = cut
     return reasons
 
 
-def _say(rank: Rank, fresh: Fresh, reasons: dict[int, FinishReason], done: Commit) -> None:
+def _say(
+    rank: Rank, fresh: Fresh, reasons: dict[int, FinishReason], result: StepResult, done: Commit
+) -> None:
     """As rows what goes on and is known to the gateway by its handle; the rest as items."""
-    t, spans = rank.t, fresh.spans
-    plain = (fresh.counts > 0) & (t.named.take(fresh.rows) != 0)
+    t, rows, have, counts = rank.t, fresh.rows, fresh.have, fresh.counts
+    plain = t.named.take(rows)
+    if fresh.whole and not reasons and np.count_nonzero(plain) == len(plain):
+        handles = t.handle.take(rows).tobytes()
+        done.rows = TokenRows(handles, have.tobytes(), result.counts, result.tokens)
+        return
+    got = counts > 0
+    plain = got & (plain != 0)
     if reasons:
         plain[list(reasons)] = False
-    rows, have, counts, tokens = fresh.rows, fresh.have, fresh.counts, spans.tokens
-    if np.count_nonzero(plain) < len(plain):
-        _say_items(rank, fresh, (~plain & (counts > 0)).nonzero()[0], reasons, done)
-        tokens = tokens[spans.spread(plain)]
-        rows, have, counts = rows[plain], have[plain], counts[plain]
-    if len(rows):
+    _say_items(rank, fresh, (got > plain).nonzero()[0], reasons, done)
+    places = plain.nonzero()[0]
+    if len(places):
         done.rows = TokenRows(
-            t.handle.take(rows).tobytes(),
-            have.tobytes(),
-            counts.astype(np.uint8).tobytes(),
-            tokens.tobytes(),
+            t.handle.take(rows.take(places)).tobytes(),
+            have.take(places).tobytes(),
+            counts.take(places).astype(np.uint8).tobytes(),
+            fresh.spans.tokens[fresh.spans.spread(plain)].tobytes(),
         )
 
 
@@ -176,7 +185,8 @@ def _say_items(
     rank: Rank, fresh: Fresh, places: Rows, reasons: dict[int, FinishReason], done: Commit
 ) -> None:
     """One item each; from now on the gateway knows the handles of those that go on."""
-    tokens, logprobs, by_row = fresh.spans.tokens, fresh.logprobs, rank.table.by_row
+    tokens, logprobs, by_row = fresh.spans.tokens.data, fresh.logprobs, rank.table.by_row
+    named: list[int] = []
     kept: tuple[TokenLogprobs, ...] = ()
     columns = (fresh.rows, fresh.have, fresh.spans.starts, fresh.counts)
     spans = zip(places.tolist(), *(column.take(places).tolist() for column in columns), strict=True)
@@ -186,19 +196,22 @@ def _say_items(
             asked = logprobs[start : start + count]
             kept = tuple([logprob for logprob in asked if logprob is not None])
             sequence.logprobs += kept
-        ids = tuple(tokens[start : start + count].tolist())
-        (request_id, index), attempt, handle = sequence.key, sequence.attempt, sequence.handle
+        ids, (request_id, index) = tuple(tokens[start : start + count]), sequence.key
         item = TokensItem(
             request_id,
             index,
-            attempt,
+            sequence.attempt,
             offset,
             ids,
             reason,
-            cached_tokens=sequence.cached,
-            logprobs=kept,
-            handle=handle,
+            None,
+            "",
+            sequence.cached,
+            kept,
+            sequence.handle,
         )
         done.items.append(item)
-        if reason is None:
-            rank.table.name(sequence)
+        if reason is None and sequence.plain:
+            named.append(row)
+    if named:
+        rank.t.named[named] = 1

@@ -43,7 +43,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.queues import QueueTable
 from phalanx.protocol.steps import Offer, PromptTurn, StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.admission import admit
-from phalanx.scheduler_svc.commit import Commit, commit
+from phalanx.scheduler_svc.commit import Commit, Ended, commit
 from phalanx.scheduler_svc.cost import StepCost
 from phalanx.scheduler_svc.decode import Decoders, take_decoders
 from phalanx.scheduler_svc.events import (
@@ -274,8 +274,7 @@ class Scheduler:
         self._say(Submitted(submit.call, self.seat, self.incarnation))
         self.rank.enqueue(sequence)
         self._look_up(sequence, now_ns)
-        ended = finished_already(sequence, self.worker.eos_token_id)
-        if ended is not None:
+        if submit.outputs and (ended := finished_already(sequence, self.worker.eos_token_id)):
             self._finish(sequence, ended, now_ns)
             self._items.append(sequence.item(sequence.num_outputs))
 
@@ -362,7 +361,7 @@ class Scheduler:
         decoders = self._take_decoders(now_ns) if decode else Decoders()
         if decoders is None:
             return None
-        prefill = self._take_chunks(self._prompt_rows(decoders), now_ns) if prompts else Prefill()
+        prefill = self._take_chunks(decoders, now_ns) if prompts else Prefill()
         if not len(decoders.rows) and not prefill.chunks:
             return None
         self._plan_seq += 1
@@ -382,15 +381,18 @@ class Scheduler:
             evict=lambda victim: self._evict(victim, now_ns),
         )
 
-    def _take_chunks(self, budget: int, now_ns: int) -> Prefill:
+    def _take_chunks(self, decoders: Decoders, now_ns: int) -> Prefill:
+        if not self.rank.prefilling and not self.rank.waiting:
+            self._moved_rows = MOVED_ROWS
+            return Prefill()
         prefill = take_chunks(
             self.rank,
-            budget,
+            self._prompt_rows(decoders),
             max_num_seqs=self.config.max_num_seqs,
             watermark=self.config.prefill_watermark,
             stored=self._stored(now_ns),
         )
-        if sum(chunk.count for chunk in prefill.chunks) >= self._moved_rows:
+        if sum([chunk.count for chunk in prefill.chunks]) >= self._moved_rows:
             self._moved_rows *= 2
         if self.store is not None:
             for chunk in prefill.chunks:
@@ -466,7 +468,10 @@ class Scheduler:
     def _moved_are_due(self) -> bool:
         """Whether a sequence that has run before is in prefill, or is the next one."""
         rank = self.rank
-        return any(s.order[0] == 0 for s in (*rank.prefilling, *rank.waiting[:1]))
+        for sequence in rank.prefilling:
+            if sequence.order[0] == 0:
+                return True
+        return bool(rank.waiting) and rank.waiting[0].order[0] == 0
 
     def _evict(self, victim: Sequence, now_ns: int) -> None:
         """No block is left for its next token."""
@@ -498,8 +503,8 @@ class Scheduler:
         self._open_fences(flight.seq)
 
     def _commit(self, done: Commit, now_ns: int) -> None:
-        for sequence, reason, code, error in done.ended:
-            self._finish(sequence, reason, now_ns, code, error)
+        if done.ended:
+            self._finish_all(done.ended, now_ns)
         if done.rows is not None and (self._items or self._rows is not None):
             self._flush_items()  # a message has its rows first
         self._rows = done.rows or self._rows
@@ -518,10 +523,12 @@ class Scheduler:
 
     def _open_fences(self, seq: int) -> None:
         fences = self._fences
+        over: list[Sequence] = []
         while fences and fences[0][0] <= seq:
-            _, sequence = fences.popleft()
-            self.rank.free(sequence)
-            self.table.remove(sequence)
+            over.append(fences.popleft()[1])
+        if over:
+            self.rank.free(over)
+            self.table.remove(over)
 
     # ------------------------------------------------------------ ends
 
@@ -533,35 +540,51 @@ class Scheduler:
         code: Code | None = None,
         error: str = "",
     ) -> None:
-        """The one way to end. The caller sends the final."""
-        assert sequence.finish is None
-        sequence.finish, sequence.code, sequence.error = reason, code, error
-        self._release(sequence)
-        oldest = self._finals.keep(sequence, now_ns)
-        if oldest is not None:
+        self._finish_all([(sequence, reason, code, error)], now_ns)
+
+    def _finish_all(self, ended: list[Ended], now_ns: int) -> None:
+        """The one way to end. The caller sends the finals."""
+        sequences: list[Sequence] = []
+        for sequence, reason, code, error in ended:
+            assert sequence.finish is None
+            sequence.finish, sequence.code, sequence.error = reason, code, error
+            sequences.append(sequence)
+        self._release(sequences)
+        for oldest in self._finals.keep(sequences, now_ns):
             self._forget(oldest)
 
-    def _release(self, sequence: Sequence) -> None:
-        """Out of the queues; blocks and slot back, now or with the step in flight that uses them."""
-        rank = self.rank
-        rank.leave(sequence)
-        if self.restorer is not None:
-            self.restorer.leave(sequence)
-            load = sequence.load
-            if load is not None and not any(load in flight.loads for flight in self.flights):
-                self.restorer.release(load)
-        if rank.under_way(sequence):
-            rank.t.state[sequence.row] = ENDING
-            self._fences.append((rank.t.last_plan.item(sequence.row), sequence))
-        else:
-            rank.free(sequence)
-            self.table.remove(sequence)
+    def _release(self, sequences: list[Sequence]) -> None:
+        """Out of the queues; blocks and slots back, now or with the step in flight that uses them."""
+        rank, last_plan, seen = self.rank, self.rank.t.last_plan, self.rank.seen
+        fenced: list[int] = []
+        over: list[Sequence] = []
+        for sequence in sequences:
+            rank.leave(sequence)
+            if self.restorer is not None:
+                self._leave_store(sequence, self.restorer)
+            last = last_plan.item(sequence.row)
+            if last > seen:
+                fenced.append(sequence.row)
+                self._fences.append((last, sequence))
+            else:
+                over.append(sequence)
+        if fenced:
+            rank.t.state[fenced] = ENDING
+        if over:
+            rank.free(over)
+            self.table.remove(over)
+
+    def _leave_store(self, sequence: Sequence, restorer: Restorer) -> None:
+        restorer.leave(sequence)
+        load = sequence.load
+        if load is not None and not any(load in flight.loads for flight in self.flights):
+            restorer.release(load)
 
     def _forget(self, sequence: Sequence) -> None:
         """Without a word: its final is acknowledged, or a later attempt takes its place."""
         if sequence.finish is None:
             sequence.finish = "abort"
-            self._release(sequence)
+            self._release([sequence])
         self._finals.drop(sequence)
         del self.sequences[sequence.key]
 

@@ -19,9 +19,7 @@ class Decoders:
     rows: Rows = field(default_factory=lambda: np.empty(0, np.intp))
     drafts: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.rows) + int(np.add.reduce(self.drafts))
+    num_rows: int = 0
 
     def context(self, rank: Rank) -> int:
         """Sum over the rows of the tokens that each may read, before the step is planned."""
@@ -51,13 +49,12 @@ def take_decoders(
         found = _eligible(rank, budget, max_drafts)
         for with_drafts in (True, False):
             if not with_drafts:
-                found.drafts = np.zeros_like(found.drafts)
-            missing = _missing_blocks(rank, found)
+                found = _without_drafts(found.rows)
+            short, missing = _missing_blocks(rank, found)
+            if not len(short):
+                return found
             if int(np.add.reduce(missing)) <= rank.pool.free:
-                places = missing.nonzero()[0]
-                columns = (column.take(places).tolist() for column in (found.rows, missing))
-                for row, count in zip(*columns, strict=True):
-                    rank.grow(rank.decoding[row], count)
+                rank.grow(short, missing)
                 return found
         if not idle:
             return None
@@ -71,21 +68,27 @@ def _eligible(rank: Rank, budget: int, max_drafts: int) -> Decoders:
     """Those whose outputs, with all that is under way, do not reach their maximum yet."""
     t, rows = rank.t, rank.decode_rows
     planned = t.planned.take(rows)
-    outputs = planned + 1 - t.prompt_tokens.take(rows)  # once everything under way is done
-    room = t.max_tokens.take(rows) - outputs
-    if np.count_nonzero(room <= 0):
-        going = np.flatnonzero(room > 0)
-        rows, outputs, room = rows[going], outputs[going], room[going]
-    predicted = t.predicted.take(rows) - outputs
+    going = planned < t.rows_max.take(rows)
+    if np.count_nonzero(going) < len(going):
+        rows, planned = rows[going], planned[going]
     most = min(max_drafts, budget // max(len(rows), 1) - 1)
-    drafts = np.maximum(np.minimum(np.minimum(predicted, room - 1), most), 0)
-    return Decoders(rows, drafts.astype(np.int32, copy=False))
+    if most <= 0:
+        return _without_drafts(rows)
+    drafts = np.minimum(t.drafted_max.take(rows) - planned, most)
+    np.maximum(drafts, 0, out=drafts)
+    return Decoders(rows, drafts, len(rows) + int(np.add.reduce(drafts)))
 
 
-def _missing_blocks(rank: Rank, found: Decoders) -> Int32:
+def _without_drafts(rows: Rows) -> Decoders:
+    return Decoders(rows, np.zeros(len(rows), np.int32), len(rows))
+
+
+def _missing_blocks(rank: Rank, found: Decoders) -> tuple[Rows, Int32]:
+    """Which of the rows need more blocks, and how many."""
     last = rank.t.planned.take(found.rows) + found.drafts  # position of the last row
-    missing: Int32 = np.maximum(last // BLOCK_SIZE + 1 - rank.t.blocks.take(found.rows), 0)
-    return missing
+    places = (last // BLOCK_SIZE >= rank.t.blocks.take(found.rows)).nonzero()[0]
+    rows = found.rows.take(places)
+    return rows, last.take(places) // BLOCK_SIZE + 1 - rank.t.blocks.take(rows)
 
 
 def longest(decoding: Iterable[Sequence]) -> Sequence:

@@ -6,6 +6,7 @@ what it misses anew, and the same tokens come out.
 """
 
 from collections import OrderedDict
+from itertools import islice
 
 from phalanx.scheduler_svc.state import Key, Sequence
 
@@ -21,11 +22,13 @@ class Finals:
         self._kept: OrderedDict[Key, Sequence] = OrderedDict()  # the one due first, first
         self._ended: OrderedDict[Key, int] = OrderedDict()  # attempt
 
-    def keep(self, sequence: Sequence, now_ns: int) -> Sequence | None:
-        """Keep it until `drop`. Returns one that must be forgotten instead, if there are too many."""
-        self._kept[sequence.key] = sequence
-        sequence.finished_ns, sequence.final_due_ns = now_ns, now_ns + REPEAT_NS
-        return self._first() if len(self._kept) > KEPT_MAX else None
+    def keep(self, sequences: list[Sequence], now_ns: int) -> list[Sequence]:
+        """Keep them until `drop`. Returns those that must be forgotten instead, if there are too many."""
+        kept, due_ns = self._kept, now_ns + REPEAT_NS
+        for sequence in sequences:
+            kept[sequence.key] = sequence
+            sequence.finished_ns, sequence.final_due_ns = now_ns, due_ns
+        return list(islice(kept.values(), max(0, len(kept) - KEPT_MAX)))
 
     def drop(self, sequence: Sequence) -> None:
         """Acknowledged, or replaced by a later attempt."""

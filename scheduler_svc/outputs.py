@@ -4,6 +4,7 @@ Each row has a region of its own, a power of two of tokens, and gets one of twic
 full. Regions given back serve later rows; the array itself doubles when no region is left. Pure.
 """
 
+from collections import defaultdict
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from phalanx.scheduler_svc.stops import Int64, Rows
 
 FIRST_TOKENS = 256  # room of a row at first
 _START_TOKENS = 1 << 16
+_COUNTED = 1 << 12  # tokens of a step; more take a moment longer
 
 Int32 = npt.NDArray[np.int32]
 T = TypeVar("T", bound=np.generic)
@@ -23,14 +25,13 @@ class Spans:
 
     def __init__(self, counts: Int32, tokens: Int32) -> None:
         self.counts, self.tokens = counts, tokens
-        self.ends: Int64 = counts.cumsum()
-        self.starts: Int64 = self.ends - counts
-        self.positions: Int64 = np.arange(len(tokens))
-        self._owners: Rows = np.arange(len(counts)).repeat(counts)
+        self._wide = counts.astype(np.intp)  # numpy is quickest with what it would convert to
+        self.ends: Int64 = self._wide.cumsum()
+        self.starts: Int64 = self.ends - self._wide
 
     def spread(self, values: npt.NDArray[T]) -> npt.NDArray[T]:
         """A value of each sequence to each of its tokens."""
-        return values.take(self._owners)
+        return values.repeat(self._wide)
 
 
 class Outputs:
@@ -39,8 +40,10 @@ class Outputs:
     def __init__(self, rows: int) -> None:
         self._data: Int32 = np.zeros(_START_TOKENS, np.int32)
         self._base: Int64 = np.zeros(rows, np.int64)
-        self._room: Int64 = np.zeros(rows, np.int64)
-        self._free: dict[int, list[int]] = {}  # size -> where such regions lie
+        self._room: Int32 = np.zeros(rows, np.int32)
+        self._counting: Int64 = np.arange(_COUNTED)
+        # Size -> where such regions lie.
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
 
     def open(self, row: int, tokens: bytes) -> None:
@@ -51,8 +54,15 @@ class Outputs:
             base = self._base.item(row)
             self._data[base : base + count] = np.frombuffer(tokens, np.int32)
 
-    def close(self, row: int) -> None:
-        self._free.setdefault(self._room.item(row), []).append(self._base.item(row))
+    def close(self, rows: Rows, counts: list[int]) -> list[bytes]:
+        """Take the regions of `rows` back. The first `counts[i]` tokens of each, int32."""
+        closed: list[bytes] = []
+        bases, rooms = self._base.take(rows).tolist(), self._room.take(rows).tolist()
+        data, free = self._data, self._free
+        for base, room, count in zip(bases, rooms, counts, strict=True):
+            closed.append(data[base : base + count].tobytes())
+            free[room].append(base)
+        return closed
 
     def of(self, row: int, count: int) -> Int32:
         """A view of the first `count` tokens of `row`; good until the next write."""
@@ -69,8 +79,8 @@ class Outputs:
         if np.count_nonzero(full):
             for place in full.nonzero()[0].tolist():
                 self._enlarge(rows.item(place), have.item(place))
-        at = spans.spread(self._base.take(rows) + have - spans.starts)
-        at += spans.positions
+        at, total = spans.spread(self._base.take(rows) + have - spans.starts), len(spans.tokens)
+        at += self._counting[:total] if total <= _COUNTED else np.arange(total)
         self._data[at] = spans.tokens
 
     def _enlarge(self, row: int, have: int) -> None:
@@ -78,10 +88,10 @@ class Outputs:
         self._place(row, 2 * room)
         new = self._base.item(row)
         self._data[new : new + have] = self._data[base : base + have]
-        self._free.setdefault(room, []).append(base)
+        self._free[room].append(base)
 
     def _place(self, row: int, size: int) -> None:
-        regions = self._free.get(size)
+        regions = self._free[size]
         if regions:
             self._base[row] = regions.pop()
         else:

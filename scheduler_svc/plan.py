@@ -15,8 +15,10 @@ from phalanx.scheduler_svc.outputs import Int32
 from phalanx.scheduler_svc.prefill import Prefill
 from phalanx.scheduler_svc.rank import Chunk, Rank
 from phalanx.scheduler_svc.restore import Restorer
-from phalanx.scheduler_svc.state import Load
+from phalanx.scheduler_svc.state import Load, Sequence
 from phalanx.scheduler_svc.stops import Rows
+
+_ONE = np.int32(1)
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class Flight:
     added: Int32  # blocks that the worker learns with it
     sampled: Rows  # `rows` without those of chunks that do not sample
     new: list[Chunk]  # those of sequences that the worker meets with it
+    drafted: bool  # some of its rows are drafts
     num_rows: int
     context: int  # sum over its rows of the tokens that each may read
     loads: list[Load]  # whose regions its worker reads
@@ -49,30 +52,27 @@ def make_plan(
     turn: int = 0,
 ) -> tuple[StepPlan, Flight]:
     """Decoders first (all sampled), then the chunks."""
-    chunks, t = prefill.chunks, rank.t
-    rows, asked, sampled, samples = _with_chunks(decoders, chunks)
+    chunks, t = _Chunks(prefill.chunks), rank.t
+    rows, asked, sampled = _with_chunks(decoders, chunks)
     starts, blocks = t.planned.take(rows), t.blocks.take(rows)
     added = blocks - t.told.take(rows)
-    new = [chunk for chunk in chunks if not chunk.sequence.known]
-    none, drafts = bytes(len(chunks)), decoders.drafts
+    none, drafts, loads = bytes(len(chunks.rows)), decoders.drafts, chunks.loads
     carried = t.last_plan.take(decoders.rows) > rank.seen
-    loads = [load for chunk in new if (load := chunk.sequence.load) is not None]
     assert restorer is not None or not loads
     plan = StepPlan(
-        seq=seq,
-        seen=seen,
-        new=tuple([_new(chunk) for chunk in new]),
+        seq,
+        seen,
+        new=tuple([_new(chunk) for chunk in chunks.new]),
         slots=t.slot.take(rows).tobytes(),
         starts=starts.tobytes(),
         seqlens_q=asked.tobytes(),
         drafts=drafts.astype(np.uint8).tobytes() + none,
-        sample=b"\1" * len(drafts) + bytes(samples),
+        sample=b"\1" * len(drafts) + bytes(chunks.samples),
         carry=carried.tobytes() + none,
-        token_ids=t.last_token.take(decoders.rows).tobytes()
-        + b"".join([_token_ids(chunk) for chunk in chunks]),
+        token_ids=t.last_token.take(decoders.rows).tobytes() + b"".join(chunks.token_ids),
         block_counts=added.tobytes(),
         block_ids=_block_ids(rank, rows, added),
-        snapshots=tuple([(c.sequence.slot, c.region) for c in chunks if c.region >= 0]),
+        snapshots=tuple(chunks.snapshots),
         forks=tuple(
             [
                 (f.leader_slot, f.follower_slot, f.leader_block, f.follower_block)
@@ -83,46 +83,93 @@ def make_plan(
         staging=restorer.arena if restorer and loads else "",
         turn=turn,
     )
-    num_rows, context = int(np.add.reduce(asked)), _context(starts, asked, len(decoders.rows))
+    num_rows = decoders.num_rows + sum(chunks.counts)
+    drafted = decoders.num_rows > len(drafts)
+    context = _context(starts, asked, chunks.counts)
     flight = Flight(
-        seq, decoders, chunks, rows, asked, added, sampled, new, num_rows, context, loads
+        seq,
+        decoders,
+        prefill.chunks,
+        rows,
+        asked,
+        added,
+        sampled,
+        chunks.new,
+        drafted,
+        num_rows,
+        context,
+        loads,
     )
     t.planned[rows] = starts + asked
     t.told[rows] = blocks
     t.last_plan[rows] = seq
-    for chunk in chunks:
-        chunk.sequence.known = True
-        if chunk.samples:
-            rank.to_decode(chunk.sequence)
+    if chunks.sampled:
+        rank.to_decode(chunks.sampled)
     return plan, flight
 
 
-def _with_chunks(decoders: Decoders, chunks: list[Chunk]) -> tuple[Rows, Int32, Rows, list[bool]]:
-    """`rows`, `asked` and `sampled` of a Flight, and which chunks sample."""
-    rows, asked = decoders.rows, decoders.drafts + np.int32(1)
-    if not chunks:
-        return rows, asked, rows, []
-    of_chunks = np.array([chunk.sequence.row for chunk in chunks], np.intp)
-    counts = np.array([chunk.count for chunk in chunks], np.int32)
-    both = np.concatenate((rows, of_chunks))
-    samples = [chunk.samples for chunk in chunks]
-    sampled = both if all(samples) else np.concatenate((rows, of_chunks[samples]))
-    return both, np.concatenate((asked, counts)), sampled, samples
+class _Chunks:
+    """What a plan says of its chunks, gathered in one pass. Their sequences are known from now on."""
+
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self.rows: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.sampled: list[Sequence] = []  # sequences of those that sample
+        self.token_ids: list[bytes] = []
+        self.new: list[Chunk] = []  # those of sequences that the worker meets
+        self.loads: list[Load] = []
+        self.snapshots: list[tuple[int, int]] = []
+        for chunk in chunks:
+            sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count
+            self.rows.append(sequence.row)
+            self.counts.append(chunk.count)
+            self.samples.append(chunk.samples)
+            if chunk.samples:
+                self.sampled.append(sequence)
+            # Within the prompt the whole need not be copied.
+            tokens = sequence.prompt if end <= sequence.num_prompt else sequence.tokens()
+            self.token_ids.append(tokens[4 * start : 4 * end])
+            if not sequence.known:
+                sequence.known = True
+                self.new.append(chunk)
+                if sequence.load is not None:
+                    self.loads.append(sequence.load)
+            if chunk.region >= 0:
+                self.snapshots.append((sequence.slot, chunk.region))
 
 
-def _context(starts: Int32, asked: Int32, decoding: int) -> int:
+def _with_chunks(decoders: Decoders, chunks: _Chunks) -> tuple[Rows, Int32, Rows]:
+    """`rows`, `asked` and `sampled` of a Flight."""
+    rows, asked = decoders.rows, decoders.drafts + _ONE
+    if not chunks.rows:
+        return rows, asked, rows
+    both = np.concatenate((rows, np.array(chunks.rows, np.intp)))
+    asked = np.concatenate((asked, np.array(chunks.counts, np.int32)))
+    if len(chunks.sampled) == len(chunks.rows):
+        return both, asked, both
+    sampled = np.array([sequence.row for sequence in chunks.sampled], np.intp)
+    return both, asked, np.concatenate((rows, sampled))
+
+
+def _context(starts: Int32, asked: Int32, of_chunks: list[int]) -> int:
     """Sum over the step's rows of the tokens that each may read; a prompt's rows also read each other."""
-    counts = asked.astype(np.int64)
-    return int(np.dot(counts, starts)) + int(np.dot(counts[decoding:], counts[decoding:])) // 2
+    within = sum([count * count for count in of_chunks]) // 2
+    return int(np.dot(asked.astype(np.int64), starts.astype(np.int64))) + within
 
 
 def _block_ids(rank: Rank, rows: Rows, added: Int32) -> bytes:
     """The last `added[i]` blocks of each row."""
     places = added.nonzero()[0]
-    ids, by_row = array("i"), rank.table.by_row
-    counts = added.take(places).tolist()
-    for row, count in zip(rows.take(places).tolist(), counts, strict=True):
-        ids.extend(by_row[row].blocks[-count:])
+    if not len(places):
+        return b""
+    counts, by_row = added.take(places).tolist(), rank.table.by_row
+    of_rows = [by_row[row].blocks for row in rows.take(places).tolist()]
+    if max(counts) == 1:
+        return array("i", [blocks[-1] for blocks in of_rows]).tobytes()
+    ids = array("i")
+    for blocks, count in zip(of_rows, counts, strict=True):
+        ids.extend(blocks[-count:])
     return ids.tobytes()
 
 
@@ -142,10 +189,3 @@ def _new(chunk: Chunk) -> NewSequence:
     whole_prompt = chunk.samples and chunk.start + chunk.count == one.num_prompt
     tokens = one.prompt if whole_prompt else one.tokens()
     return NewSequence(one.slot, one.copy_key, one.num_prompt, one.sampling, tokens)
-
-
-def _token_ids(chunk: Chunk) -> bytes:
-    sequence, end = chunk.sequence, chunk.start + chunk.count
-    within_prompt = end <= sequence.num_prompt  # then the whole need not be copied
-    tokens = sequence.prompt if within_prompt else sequence.tokens()
-    return tokens[4 * chunk.start : 4 * end]

@@ -124,28 +124,33 @@ class _Taking:
         return Prefill(self._whole + chunks, self._forks)
 
     def _start_whole(self) -> None:
-        """The common case at once: the head of the queue, again and again, while its whole prompt fits into the
-        step and it shares it with nobody. The first that asks for more thought ends it."""
-        rank, pool, waiting = self._rank, self._rank.pool, self._rank.waiting
+        """The common case at once: the head of the queue, as far as whole prompts fit into the step and are
+        shared with nobody. The first that asks for more thought ends it."""
+        rank, stored, begun, whole = self._rank, self._stored, self._begun, self._whole
+        left, most, used, total = self._left, self._room // 4, rank.pool.used, rank.pool.total
         room = min(self._max_num_seqs - rank.num_running, len(rank.free_slots))
-        used_max = self._watermark * pool.total
-        while self._left and waiting and len(self._whole) < room:
-            first = waiting[0]
-            count = first.num_tokens
-            if count > self._left or 4 * count > self._room or first.stored:
-                return
-            if self._stored is not None and self._stored.cut_at(first, 0):
-                return
-            if first.request_id in self._begun or not rank.alone(first) or first.scores.wanted:
-                return
-            num_blocks = blocks_for(count)
-            if pool.used > used_max or num_blocks > pool.free:
-                return
-            rank.start(first, num_blocks)
-            self._begun.add(first.request_id)
-            self._whole.append(Chunk(first, 0, count, True))
-            self._left -= count
-            self._room -= 4 * count
+        used_max, outputs = self._watermark * total, rank.t.output_tokens
+        num_blocks: list[int] = []
+        for first in rank.waiting[: max(0, room)]:
+            count = first.num_prompt + outputs.item(first.row)
+            if count > left or count > most or first.stored or first.scores.wanted:
+                break
+            if stored is not None and stored.cut_at(first, 0):
+                break
+            if first.key[0] in begun or not rank.alone(first):
+                break
+            needed = blocks_for(count)
+            if used > used_max or needed > total - used:
+                break
+            whole.append(Chunk(first, 0, count, True))
+            num_blocks.append(needed)
+            left -= count
+            most -= count
+            used += needed
+        if whole:
+            rank.start_first(num_blocks)
+            begun.update([chunk.sequence.key[0] for chunk in whole])
+            self._left, self._room = left, self._room - 4 * (self._left - left)
 
     def _load(self) -> None:
         """Begin to load what is stored: that costs no rows, so it need not wait for them."""

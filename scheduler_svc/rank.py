@@ -14,6 +14,7 @@ import numpy as np
 
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.scheduler_svc.blocks import BlockPool, blocks_for
+from phalanx.scheduler_svc.outputs import Int32
 from phalanx.scheduler_svc.state import (
     DECODE,
     LOADING,
@@ -76,9 +77,10 @@ class Rank:
 
     def reset(self, num_blocks: int, num_slots: int) -> None:
         """A new worker, or none: every sequence is dropped, blocks and slots are those of `hello`."""
-        for sequence in list(self.table.by_row.values()):
+        sequences = list(self.table.by_row.values())
+        for sequence in sequences:
             sequence.slot, sequence.blocks = -1, []
-            self.table.remove(sequence)
+        self.table.remove(sequences)
         self.waiting.clear()
         self._waiting_of.clear()
         self.prefilling.clear()
@@ -125,6 +127,20 @@ class Rank:
         self._take_slot(sequence, self.pool.allocate(num_blocks))
         self._prefill(sequence)
 
+    def start_first(self, num_blocks: list[int]) -> None:
+        """As `start`, for the first so many of the waiting ones, each alone of its request."""
+        count = len(num_blocks)
+        sequences, blocks, at = self.waiting[:count], self.pool.allocate(sum(num_blocks)), 0
+        del self.waiting[:count]
+        for sequence, more in zip(sequences, num_blocks, strict=True):
+            del self._waiting_of[sequence.key[0]]
+            sequence.blocks, sequence.slot = blocks[at : at + more], self.free_slots.pop()
+            at += more
+        t, rows = self.t, np.array([sequence.row for sequence in sequences], np.intp)
+        t.slot[rows] = [sequence.slot for sequence in sequences]
+        t.blocks[rows], t.state[rows], t.phase[rows] = num_blocks, RUNNING, PREFILL
+        self.prefilling += sequences
+
     def _take_slot(self, sequence: Sequence, blocks: list[int]) -> None:
         self._leave_waiting(sequence)
         t, row = self.t, sequence.row
@@ -169,7 +185,7 @@ class Rank:
 
     def alone(self, sequence: Sequence) -> bool:
         """No other sequence of the request of this waiting one waits."""
-        return len(self._waiting_of[sequence.request_id]) == 1
+        return len(self._waiting_of[sequence.key[0]]) == 1
 
     def followers(self, leader: Sequence) -> list[Sequence]:
         """Waiting sequences that need exactly what `leader` computes in its prefill."""
@@ -230,17 +246,19 @@ class Rank:
     def _to_waiting(self, sequence: Sequence) -> None:
         row = sequence.row
         self.leave(sequence)
-        self.free(sequence)
+        self.free([sequence])
         sequence.known, sequence.marks = False, None
+        self.t.slot[row], self.t.blocks[row], self.t.told[row] = -1, 0, 0
         self.t.committed[row] = self.t.planned[row] = 0
         self.t.state[row] = WAITING
 
     # ------------------------------------------------------------ phases
 
-    def to_decode(self, sequence: Sequence) -> None:
-        self.prefilling.remove(sequence)
-        self.decoding[sequence.row] = sequence
-        self.t.phase[sequence.row] = DECODE
+    def to_decode(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.prefilling.remove(sequence)
+            self.decoding[sequence.row] = sequence
+        self.t.phase[[sequence.row for sequence in sequences]] = DECODE
         self._rows = None
 
     def to_prefill(self, sequence: Sequence) -> None:
@@ -250,10 +268,13 @@ class Rank:
         self.t.phase[sequence.row] = PREFILL
         self._rows = None
 
-    def grow(self, sequence: Sequence, count: int) -> None:
-        """More blocks for a decoding sequence. The caller has looked at the pool."""
-        sequence.blocks += self.pool.allocate(count)
-        self.t.blocks[sequence.row] = len(sequence.blocks)
+    def grow(self, rows: Rows, counts: Int32) -> None:
+        """More blocks for decoding sequences. The caller has looked at the pool."""
+        blocks, at = self.pool.allocate(int(np.add.reduce(counts))), 0
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            self.decoding[row].blocks += blocks[at : at + count]
+            at += count
+        self.t.blocks[rows] += counts
 
     def preempt(self, sequence: Sequence) -> None:
         """Back to the waiting queue without blocks and slot; all its tokens will be computed again.
@@ -281,13 +302,13 @@ class Rank:
         else:
             self._leave_waiting(sequence)
 
-    def free(self, sequence: Sequence) -> None:
-        """Blocks and slot back. No step in flight may still write them."""
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        if sequence.slot >= 0:
-            self.free_slots.append(sequence.slot)
-        sequence.slot = -1
-        row = sequence.row
-        self.t.slot[row] = -1
-        self.t.blocks[row] = self.t.told[row] = 0
+    def free(self, sequences: list[Sequence]) -> None:
+        """Blocks and slots back. No step in flight may still write them."""
+        blocks: list[int] = []
+        for sequence in sequences:
+            blocks += reversed(sequence.blocks)
+            sequence.blocks = []
+            if sequence.slot >= 0:
+                self.free_slots.append(sequence.slot)
+                sequence.slot = -1
+        self.pool.release(blocks)

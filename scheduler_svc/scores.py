@@ -23,7 +23,7 @@ class Scores:
     @property
     def complete(self) -> bool:
         """Nothing is missing; at once where none are wanted."""
-        return self.count == self._total
+        return not self.wanted or self.count == self._total
 
     def add(self, first: int, records: bytes) -> bool:
         """Enter records from number `first` on; those known already are dropped.
@@ -40,3 +40,6 @@ class Scores:
 
     def of(self, first: int, end: int) -> bytes:
         return bytes(self.records[first * self.record_bytes : end * self.record_bytes])
+
+
+NO_SCORES = Scores(Sampling(), 1)  # of every sequence that wants none: nothing is ever added

@@ -10,7 +10,7 @@ from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import FinishReason, Sampling, Submit, TokenLogprobs, TokensItem
 from phalanx.protocol.queues import Phase, QueueTable, State
 from phalanx.scheduler_svc.outputs import Int32, Outputs
-from phalanx.scheduler_svc.scores import Scores
+from phalanx.scheduler_svc.scores import NO_SCORES, Scores
 from phalanx.scheduler_svc.stops import StopIds
 
 Key = tuple[str, int]  # (request_id, index)
@@ -76,7 +76,13 @@ class Sequence:
     final_due_ns: int = 0  # when its final is said again
 
     def __post_init__(self) -> None:
-        self.scores = Scores(self.sampling, self.num_prompt)
+        wanted = self.sampling.prompt_logprobs is not None
+        self.scores = Scores(self.sampling, self.num_prompt) if wanted else NO_SCORES
+
+    @property
+    def plain(self) -> bool:
+        """Nothing goes with its tokens from now on."""
+        return self.sampling.logprobs is None and self.scores.complete
 
     @property
     def request_id(self) -> str:
@@ -188,42 +194,46 @@ class Table:
         """Give `sequence` a row, waiting. The caller has looked at `free`."""
         row = self._free.pop()
         self.outputs.open(row, sequence.resumed)
-        self.stop_ids.open(row, sequence.sampling, end_token)
+        sampling, max_outputs = sequence.sampling, sequence.max_outputs
+        self.stop_ids.open(row, sampling, end_token)
         sequence.table, sequence.row = self, row
         self.by_row[row] = sequence
-        t = self.columns
-        t.request_ids[row] = np.frombuffer(bytes.fromhex(sequence.request_id), np.uint8)
-        t.index[row], t.attempt[row] = sequence.index, sequence.attempt
+        t, (request_id, index) = self.columns, sequence.key
+        t.request_ids[row] = np.frombuffer(bytes.fromhex(request_id), np.uint8)
+        t.index[row], t.attempt[row] = index, sequence.attempt
         t.arrival_ns[row] = sequence.arrival_ns
         t.prompt_tokens[row] = sequence.num_prompt
-        t.output_tokens[row] = sequence.num_resumed
-        t.max_tokens[row] = sequence.max_outputs
-        t.min_tokens[row] = min(sequence.sampling.min_tokens, sequence.max_outputs + 1)
-        t.end_token[row] = -1 if sequence.sampling.ignore_eos else end_token
+        t.output_tokens[row] = len(sequence.resumed) // 4
+        t.max_tokens[row] = max_outputs
+        t.min_tokens[row] = min(sampling.min_tokens, max_outputs + 1)
+        t.end_token[row] = -1 if sampling.ignore_eos else end_token
         t.slot[row] = -1
         for column in (t.cached_tokens, t.preemptions, t.blocks, t.told, t.last_token):
             column[row] = 0
         t.committed[row] = t.planned[row] = 0
         t.last_plan[row] = t.named[row] = 0
         t.handle[row] = sequence.handle
-        t.predicted[row] = len(sequence.sampling.predicted_token_ids)
+        rows_max = t.rows_max[row] = sequence.num_prompt + max_outputs - 1
+        predicted = sequence.num_prompt + len(sampling.predicted_token_ids)
+        t.drafted_max[row] = min(predicted, rows_max) - 1
         t.phase[row] = RESUMED if sequence.resumed else QUEUED
         t.state[row] = WAITING
 
-    def remove(self, sequence: Sequence) -> None:
-        row = sequence.row
-        sequence.ended = self.outputs.of(row, sequence.num_outputs).tobytes()
-        self.outputs.close(row)
-        self.stop_ids.close(row)
-        self.columns.state[row] = FREE
-        del self.by_row[row]
-        self._free.append(row)
-        sequence.table, sequence.row = None, -1
+    def remove(self, sequences: list[Sequence]) -> None:
+        rows = [sequence.row for sequence in sequences]
+        at, by_row = np.array(rows, np.intp), self.by_row
+        outputs = self.outputs.close(at, self.columns.output_tokens.take(at).tolist())
+        self.stop_ids.close(rows)
+        self.columns.state[at] = FREE
+        self._free += rows
+        for sequence, tokens in zip(sequences, outputs, strict=True):
+            del by_row[sequence.row]
+            sequence.ended, sequence.table, sequence.row = tokens, None, -1
 
     def name(self, sequence: Sequence) -> None:
         """Its handle is told: from now on its tokens may travel as a row, which nothing must follow."""
-        plain = sequence.sampling.logprobs is None and sequence.scores.complete
-        self.columns.named[sequence.row] = plain
+        if sequence.plain:
+            self.columns.named[sequence.row] = 1
 
     def begin(self) -> None:
         """A change starts: readers wait for `end`, or take what they see."""

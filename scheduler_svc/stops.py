@@ -40,6 +40,18 @@ def sample_error(status: int, output: int) -> tuple[Code, str]:
     return code, text.format(output)
 
 
+class _Ids:
+    """Tokens that end the sequences of so many rows. Most rows have the same."""
+
+    __slots__ = ("ids", "rows", "tokens")
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self.ids, self.tokens, self.rows = ids, frozenset(ids), 0
+
+
+_NO_IDS = _Ids(())
+
+
 class StopIds:
     """The tokens that end each row of the table: its end token and its stop ids.
 
@@ -48,28 +60,29 @@ class StopIds:
     """
 
     def __init__(self, rows: int) -> None:
-        self._of: list[frozenset[int]] = [frozenset()] * rows
-        self._rows_with: dict[frozenset[int], int] = {}  # these ids -> how many rows have them
+        self._of: list[_Ids] = [_NO_IDS] * rows
+        self._ids: dict[tuple[int, ...], _Ids] = {}  # those that any row has
         self._marks: dict[int, int] = {}  # token id -> in how many of these sets it is
         self._ends_any = np.zeros(1, bool)  # the last entry stays False, for all ids beyond
 
     def open(self, row: int, sampling: Sampling, end_token: int) -> None:
-        ids = set(sampling.stop_token_ids)
+        ids = sampling.stop_token_ids
         if not sampling.ignore_eos:
-            ids.add(end_token)
-        of_row = self._of[row] = frozenset(ids)
-        count = self._rows_with.get(of_row, 0)
-        self._rows_with[of_row] = count + 1
-        if not count:
-            self._mark(of_row, 1)
+            ids = (*ids, end_token)
+        of_row = self._ids.get(ids)
+        if of_row is None:
+            of_row = self._ids[ids] = _Ids(ids)
+            self._mark(of_row.tokens, 1)
+        of_row.rows += 1
+        self._of[row] = of_row
 
-    def close(self, row: int) -> None:
-        of_row = self._of[row]
-        count = self._rows_with[of_row] - 1
-        self._rows_with[of_row] = count
-        if not count:
-            del self._rows_with[of_row]
-            self._mark(of_row, -1)
+    def close(self, rows: list[int]) -> None:
+        for row in rows:
+            of_row = self._of[row]
+            of_row.rows -= 1
+            if not of_row.rows:
+                del self._ids[of_row.ids]
+                self._mark(of_row.tokens, -1)
 
     def _mark(self, ids: frozenset[int], change: int) -> None:
         """A set of ids comes or goes. Most sequences have the same one, so this is rare."""
@@ -97,7 +110,8 @@ class StopIds:
             nths.tolist(),
             strict=True,
         )
-        return [(place, nth) for token, row, place, nth in columns if token in self._of[row]]
+        of = self._of
+        return [(place, nth) for token, row, place, nth in columns if token in of[row].tokens]
 
 
 def finished_already(sequence: "Sequence", end_token: int) -> FinishReason | None:

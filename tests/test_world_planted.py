@@ -151,10 +151,11 @@ def an_abandoned_step_commits(patch: Patch) -> None:
 def no_fence(patch: Patch) -> None:
     """Blocks of an ended sequence come back while its step is in flight."""
 
-    def release(self: Scheduler, sequence: SchedulerSequence) -> None:
-        self.rank.leave(sequence)
-        self.rank.free(sequence)
-        self.table.remove(sequence)
+    def release(self: Scheduler, sequences: list[SchedulerSequence]) -> None:
+        for sequence in sequences:
+            self.rank.leave(sequence)
+        self.rank.free(sequences)
+        self.table.remove(sequences)
 
     patch.setattr(Scheduler, "_release", release)
 

@@ -30,7 +30,8 @@ def test_every_row_keeps_its_tokens(steps: list[tuple[list[int], list[int]]], fi
             expected[row] += tokens[at : at + count].tolist()
             at += count
         for row, count in enumerate(again):
-            outputs.close(row)
+            closed = outputs.close(np.array([row]), [len(expected[row])])
+            assert closed == [np.array(expected[row], np.int32).tobytes()]
             expected[row] = list(range(serial, serial + count))
             outputs.open(row, np.array(expected[row], np.int32).tobytes())
         for row in range(ROWS):

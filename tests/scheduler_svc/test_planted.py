@@ -38,10 +38,11 @@ Planter = Callable[[Patch], None]
 def no_fence(patch: Patch) -> None:
     """Blocks of an ended sequence come back while its step is in flight."""
 
-    def release(self: Scheduler, sequence: Sequence) -> None:
-        self.rank.leave(sequence)
-        self.rank.free(sequence)
-        self.table.remove(sequence)
+    def release(self: Scheduler, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self.rank.leave(sequence)
+        self.rank.free(sequences)
+        self.table.remove(sequences)
 
     patch.setattr(Scheduler, "_release", release)
 
@@ -103,9 +104,10 @@ def abort_in_prefill_leaks(patch: Patch) -> None:
     """A bug of DeepInfer's: a prompt aborted between its chunks keeps blocks and slot."""
     free = Rank.free
 
-    def leaky(self: Rank, sequence: Sequence) -> None:
-        if sequence.finish != "abort" or self.t.phase[sequence.row] != Phase.PREFILL:
-            free(self, sequence)
+    def leaky(self: Rank, sequences: list[Sequence]) -> None:
+        phases = self.t.phase[[sequence.row for sequence in sequences]].tolist()
+        pairs = zip(sequences, phases, strict=True)
+        free(self, [s for s, phase in pairs if s.finish != "abort" or phase != Phase.PREFILL])
 
     patch.setattr(Rank, "free", leaky)
 
