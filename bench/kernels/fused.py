@@ -509,7 +509,7 @@ def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
         },
         "collapse_norm": {
             str(D): best(
-                _settings(BLOCK=(1024, 2048), num_warps=(4, 8), num_stages=(2, 3)),
+                _settings(BLOCK=(512, 1024, 2048), num_warps=(4, 8), num_stages=(3, 4)),
                 lambda s, h, y, m: hyper.expand_collapse_norm(
                     y, h, m, m.pre, norm, EPS, q8=True, out_dtype=torch.bfloat16, settings=s
                 ),

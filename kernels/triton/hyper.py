@@ -384,7 +384,7 @@ def _collapse_norm_kernel(
     mean = tl.math.div_rn(tl.sum(squares, axis=0), DIM * 1.0)
     scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
     tl.debug_barrier()  # the second pass reads what other threads of this program wrote
-    for start in tl.range(0, DIM, BLOCK, num_stages=1):
+    for start in tl.range(0, DIM, BLOCK, num_stages=STAGES):
         column = start + tl.arange(0, BLOCK)
         mask = column < DIM
         x = tl.load(x_ptr + column, mask=mask, other=0.0).to(tl.float32)
