@@ -37,6 +37,20 @@ def _q8_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_groups"])
+def _qf4_idx_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = (group < num_groups)[:, None]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    exponent = formats.exponent_of(
+        tl.max(tl.abs(x), axis=1, keep_dims=True), formats.IDX_FLOOR, formats.PER_E2M1_MAX
+    )
+    codes = formats.to_e2m1(x * formats.inverse_of(exponent))
+    values = formats.from_e2m1(codes) * formats.from_ue8m0(exponent)
+    tl.store(out_ptr + at, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
 def _encode_window_kernel(
     x_ptr, out_ptr, num_groups, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -129,13 +143,29 @@ def q8_roundtrip(
 
     Bits of the reference. The values are bf16 values: `out_dtype` bfloat16 loses nothing.
     """
+    return _roundtrip(_q8_kernel, "q8_roundtrip", x, out_dtype, settings)
+
+
+def qf4_idx_roundtrip(
+    x: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
+) -> Tensor:
+    """What is left of x after QF4_idx: bf16 or float32 [..., K], K a multiple of 32 -> [..., K].
+
+    Bits of the reference. The values are bf16 values.
+    """
+    return _roundtrip(_qf4_idx_kernel, "qf4_idx_roundtrip", x, out_dtype, settings)
+
+
+def _roundtrip(
+    kernel: Any, name: str, x: Tensor, out_dtype: torch.dtype, settings: Config | None
+) -> Tensor:
     _check_width(x.shape[-1], GROUP)
     x = x.contiguous()
     out = torch.empty_like(x, dtype=out_dtype)
     num_groups = x.numel() // GROUP
     if num_groups:
-        chosen = settings or config("q8_roundtrip", str(x.shape[-1]), _DEFAULT)
-        _q8_kernel[(triton.cdiv(num_groups, chosen["BLOCK"]),)](x, out, num_groups, **chosen)
+        chosen = settings or config(name, str(x.shape[-1]), _DEFAULT)
+        kernel[(triton.cdiv(num_groups, chosen["BLOCK"]),)](x, out, num_groups, **chosen)
     return out
 
 

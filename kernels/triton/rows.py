@@ -17,7 +17,15 @@ from phalanx.kernels.triton import formats
 from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.quant import q8_roundtrip
 
-__all__ = ["q8_roundtrip", "rms_norm", "rms_norm_q8", "rotate", "swiglu", "swiglu_q8"]
+__all__ = [
+    "add_picks",
+    "q8_roundtrip",
+    "rms_norm",
+    "rms_norm_q8",
+    "rotate",
+    "swiglu",
+    "swiglu_q8",
+]
 
 NO_FMA: Final[dict[str, Any]] = {"enable_fp_fusion": False}
 _SWIGLU: Final[Config] = {"BLOCK": 32, "num_warps": 4}  # groups of 32 a program
@@ -315,5 +323,50 @@ def _swiglu(
             Q8=q8,
             **chosen,
             **NO_FMA,
+        )
+    return out
+
+
+# --- The experts' results --------------------------------------------------------------------------
+
+
+@triton.jit
+def _add_picks_kernel(
+    shared_ptr, routed_ptr, out_ptr, DIM: tl.constexpr, PICKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < DIM
+    total = tl.load(shared_ptr + row * DIM + column, mask=mask, other=0.0).to(tl.float32)
+    for pick in tl.static_range(PICKS):
+        at = (row * PICKS + pick) * DIM + column
+        total += tl.load(routed_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * DIM + column, formats.round_bf16(total), mask=mask)
+
+
+def add_picks(
+    shared: Tensor,
+    routed: Tensor,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    settings: Config | None = None,
+) -> Tensor:
+    """The experts' sublayer's result: shared + routed[:, 0] + routed[:, 1] + ..., bf16 values [R, D].
+
+    Args:
+        shared: bf16 values, contiguous [R, D].
+        routed: bf16 values, contiguous [R, k, D].
+
+    Added in float32 in this order, as in `worker_svc.model.moe`, to its bits.
+    """
+    num_rows, picks, dim = routed.shape
+    assert shared.shape == (num_rows, dim)
+    assert shared.is_contiguous() and routed.is_contiguous()
+    out = torch.empty((num_rows, dim), dtype=out_dtype, device=routed.device)
+    if num_rows:
+        chosen = dict(settings or config("add_picks", str(dim), {"BLOCK": 1024, "num_warps": 4}))
+        chosen["BLOCK"] = min(chosen["BLOCK"], triton.next_power_of_2(dim))
+        _add_picks_kernel[(num_rows, triton.cdiv(dim, chosen["BLOCK"]))](
+            shared, routed, out, DIM=dim, PICKS=picks, **chosen
         )
     return out

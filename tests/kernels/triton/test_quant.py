@@ -98,14 +98,14 @@ def test_a_record_is_its_rows_alone(
     assert torch.equal(decode(whole.view(3, 3, -1)).flatten(0, 1)[:3], decode(whole)[:3])
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
-def test_q8_is_the_references(device: torch.device, out_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["q8_roundtrip", "qf4_idx_roundtrip"])
+def test_roundtrips_are_the_references(device: torch.device, name: str) -> None:
+    run, expect = getattr(quant, name), getattr(reference, name)
     for x in (patterns(device, 96), hard_rows(96)):
-        expected = reference.q8_roundtrip(x).to(out_dtype)
-        assert same(quant.q8_roundtrip(x.to(device), out_dtype=out_dtype), expected)
-        bf16 = x.bfloat16()
-        expected = reference.q8_roundtrip(bf16).to(out_dtype)
-        assert same(quant.q8_roundtrip(bf16.to(device), out_dtype=out_dtype), expected)
+        expected = expect(x)
+        for out_dtype in (torch.float32, torch.bfloat16):
+            assert same(run(x.to(device), out_dtype=out_dtype), expected.to(out_dtype))
+        assert same(run(x.to(device).bfloat16()), expect(x.bfloat16()))
 
 
 def test_widths_that_hold_no_whole_groups_are_refused(device: torch.device) -> None:

@@ -135,6 +135,17 @@ def test_activation_of_garbage_stays_in_its_row(device: torch.device) -> None:
     assert torch.equal(rows.swiglu_q8(gate, up, 10.0)[[0, 2]], clean[[0, 2]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_results_add_up_in_order(device: torch.device, dtype: torch.dtype) -> None:
+    shared, routed = random(5, 96), random(5, 3, 96, seed=1)
+    total = shared.clone()
+    for pick in range(3):
+        total += routed[:, pick]
+    got = rows.add_picks(shared.to(device, dtype), routed.to(device, dtype), out_dtype=dtype)
+    assert torch.equal(got.cpu(), total.bfloat16().to(dtype))
+    assert rows.add_picks(shared[:0].to(device), routed[:0].to(device)).shape == (0, 96)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_full_model_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
