@@ -198,8 +198,16 @@ def _load_keys(
 
 @triton.jit
 def _either(left, right):
-    """One of equals: what is left of columns that are all alike."""
     return left
+
+
+@triton.jit
+def _one_column(total):
+    """[M, 16] whose columns are all alike -> [M]."""
+    if _INTERPRETED:
+        return tl.sum(tl.where(tl.arange(0, 16)[None, :] == 0, total, 0.0), axis=1)
+    else:
+        return tl.reduce(total, 1, _either)
 
 
 @triton.jit
@@ -281,7 +289,7 @@ def _score_kernel(
             if ROWS > 1:
                 parts = parts.reshape(TILE, ROWS, HEADS).trans(1, 0, 2).reshape(ROWS * TILE, HEADS)
             total = _dot(parts, ones, tl.zeros((ROWS * TILE, 16), tl.float32))
-            total = tl.reduce(total, 1, _either)
+            total = _one_column(total)
             _store(target + tile * TILE, total, written & (tile * TILE + entry < seen))
         # What no row sees, and the rest of the tiles in which a row's entries end.
         least = tl.min(tl.where(ours, seen_here, num_entries))
