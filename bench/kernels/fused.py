@@ -261,6 +261,47 @@ def _rows(limits: Ceilings) -> Iterator[Figure]:
         torch_activation,
         goals=(0.8, None),
     )
+
+    def index_queries() -> Run:
+        x = _bf16(4096, 32, 128)
+        return lambda: quant.qf4_idx_roundtrip(x, out_dtype=bf16)
+
+    def torch_index_queries() -> Run:
+        x = _bf16(4096, 32, 128)
+        return lambda: quant_reference.qf4_idx_roundtrip(x)
+
+    yield _figure(
+        limits,
+        "qf4_idx_roundtrip",
+        "4096 x 32 x 128",
+        4 * 4096 * 4096,
+        index_queries,
+        torch_index_queries,
+        goals=(0.8, None),
+    )
+
+    def picks() -> Run:
+        shared, routed = _bf16(4096, D), _bf16(4096, 6, D)
+        return lambda: rows.add_picks(shared, routed, out_dtype=bf16)
+
+    def torch_picks() -> Run:
+        shared, routed = _bf16(4096, D).float(), _bf16(4096, 6, D)
+
+        def run() -> None:
+            for pick in range(6):
+                shared.add_(routed[:, pick].float())
+
+        return run
+
+    yield _figure(
+        limits,
+        "add_picks",
+        f"4096 x 6 x {D}",
+        8 * 2 * 4096 * D,
+        picks,
+        torch_picks,
+        goals=(0.8, None),
+    )
     for r in (64, 4096):
 
         def turn(r: int = r) -> Run:
@@ -315,6 +356,21 @@ def _stores(limits: Ceilings) -> Iterator[Figure]:
             r * (1024 + 528 + 512),
             window,
             torch_window,
+            goals=_goals(r, 0.5, 3.0),
+        )
+
+        def projection(r: int = r, part: RopeTable = part) -> Run:
+            both, q_norm = _bf16(r, 1792), _f32(1280)
+            return lambda: stores.latent_and_window(
+                both, q_norm, norm, EPS, part, out_dtype=torch.bfloat16
+            )
+
+        yield _figure(
+            limits,
+            "latent_and_window",
+            f"{r} x (1280 + 512)",
+            r * (2 * 1792 + 2 * 1280 + 528 + 512),
+            projection,
             goals=_goals(r, 0.5, 3.0),
         )
 
