@@ -31,39 +31,43 @@ from phalanx.kernels.reference.sample import (
 from phalanx.kernels.reference.sampling_rows import SamplingRows
 from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.sample_parts import (
-    BROKEN,
-    EMPTY,
-    FINITE,
     HIGHEST,
     LOWEST,
-    collect,
-    count_cut,
+    best_cut,
+    compact,
     draw,
-    filtered,
-    greedy_pass,
+    key_logit,
+    nucleus_cut,
+    splitmix,
+    weigh,
+)
+from phalanx.kernels.triton.sample_passes import (
+    BROKEN,
+    FINITE,
+    banned_hit,
+    collect,
+    fill_lanes,
+    gather_lanes,
+    largest,
     pivot,
     row_cut,
-    splitmix,
-    trim,
-    weigh,
 )
 
 FORCE_TOP_K_MAX: Final = 8192  # candidates that one program can hold
 DEFAULT: Final[Config] = {
-    "block": 2048,  # logits of a row read at a time
+    "lanes": 2048,  # a tile of a row; four are read at a time
+    "slots": 16,  # candidates that one lane may keep
     "chunk": 1024,  # candidates weighed or drawn at a time
     "sample": 4096,  # logits of a row looked at before it is read
-    "stages": 4,
     "warps": 16,
     "registers": 64,  # a thread: two programs on an SM
 }
+# No other shape of the kernel may be equal to `lanes`: see `sample_parts.lane_ids`.
 CANDIDATES: Final[list[Config]] = [
     DEFAULT,
-    DEFAULT | {"block": 4096, "stages": 3},
-    DEFAULT | {"block": 4096, "registers": 128},
     DEFAULT | {"warps": 8, "registers": 128},
-    DEFAULT | {"block": 4096, "warps": 32},
-    DEFAULT | {"stages": 1},
+    DEFAULT | {"warps": 4, "registers": 255},
+    DEFAULT | {"lanes": 1024, "slots": 32, "chunk": 512, "warps": 8, "registers": 128},
 ]
 
 _OK: Final = tl.constexpr(int(SampleStatus.OK))
@@ -138,8 +142,7 @@ def _launch(
     if mask is not None:
         mask = mask.contiguous()
     shape = _shape(vocab, force_top_k, settings or config("sample", str(vocab), DEFAULT))
-    work = torch.empty(num_rows, shape["WORK"], dtype=torch.int32, device=logits.device)
-    weights = torch.empty(num_rows, shape["TOP"], dtype=torch.float64, device=logits.device)
+    work = torch.empty(num_rows, shape["WORK"], dtype=torch.int64, device=logits.device)
     _sample_kernel[(num_rows,)](
         logits,
         logits.stride(0),
@@ -155,7 +158,6 @@ def _launch(
         rows.min_tokens,
         rows.first_n_no_eos,
         work,
-        weights,
         tokens,
         status,
         rows.eos_id,
@@ -172,22 +174,26 @@ def _shape(vocab: int, force_top_k: int, settings: Config) -> dict[str, Any]:
     aims at 1.45 times."""
     settings = DEFAULT | settings
     kept = min(force_top_k, vocab)
+    top = triton.next_power_of_2(kept)
     room = settings.get("room", triton.next_power_of_2(2 * kept))
+    lanes = min(settings["lanes"], triton.next_power_of_2(vocab))
+    tiles = triton.cdiv(vocab, lanes)
+    slots = min(settings["slots"], tiles) if vocab > room else tiles
     sample_size = min(settings["sample"], triton.next_power_of_2(vocab + 1) // 2)
     aim = 1.45 * kept * sample_size / vocab
-    top = triton.next_power_of_2(kept)
     return {
         "V": vocab,
         "K": kept,
         "TOP": top,
         "ROOM": room,
-        "WORK": 2 * room + 3 * top,
+        "FIRST": max(slots * lanes, 4 * top),  # the lanes, and later four lists of TOP
+        "WORK": max(slots * lanes, 4 * top) + room,
         "SAMPLE": sample_size if vocab > room else 0,
         "LEAST": max(1, int(0.97 * aim)),
         "MOST": max(1, int(1.03 * aim)),
-        "BLOCK": min(settings["block"], triton.next_power_of_2(vocab)),
+        "LANES": lanes,
+        "SLOTS": slots,
         "CHUNK": min(settings["chunk"], top),
-        "STAGES": settings["stages"],
         "num_warps": settings["warps"],
         "maxnreg": settings["registers"],
     }
@@ -209,7 +215,6 @@ def _sample_kernel(
     min_tokens,
     first_n_no_eos,
     work,
-    weights,
     tokens,
     status,
     eos,
@@ -218,62 +223,67 @@ def _sample_kernel(
     K: tl.constexpr,
     TOP: tl.constexpr,
     ROOM: tl.constexpr,
+    FIRST: tl.constexpr,
     WORK: tl.constexpr,
     SAMPLE: tl.constexpr,
     LEAST: tl.constexpr,
     MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
     HAS_MASK: tl.constexpr,
     EDITED: tl.constexpr,
 ):
     row = tl.program_id(0)
+    zero = tl.minimum(row, 0)
     logits += row.to(tl.int64) * stride
     mask += row.to(tl.int64) * V
     work += row.to(tl.int64) * WORK
-    weights += row.to(tl.int64) * TOP
     made = tl.load(num_outputs + row)
     no_end = (made < tl.load(min_tokens + row)) | (made < tl.load(first_n_no_eos + row))
     ban = tl.where(no_end, eos, -1)
+    TILE: tl.constexpr = 2 * LANES
     heat = tl.load(temperature + row).to(tl.float64)
     if heat > 0:
         cut = tl.full((), LOWEST, tl.int64)
         if SAMPLE > 0:
             cut = pivot(logits, mask, ban, V, HAS_MASK, SAMPLE, LEAST, MOST)
-        seen, count = collect(
-            logits, mask, ban, cut.to(tl.int32), 0, work, work + ROOM,
-            V, HAS_MASK, BLOCK, STAGES, ROOM, False,
-        )  # fmt: skip
-        if (count > ROOM) | ((count < K) & (cut > LOWEST)):
-            cut, above = row_cut(
-                logits, mask, ban, tl.where(count > ROOM, cut, LOWEST),
-                tl.where(count > ROOM, HIGHEST, cut - 1), K, V, HAS_MASK, BLOCK,
-            )  # fmt: skip
-            tl.debug_barrier()
-            seen, count = collect(
-                logits, mask, ban, cut.to(tl.int32), K - above, work, work + ROOM,
-                V, HAS_MASK, BLOCK, STAGES, ROOM, True,
-            )  # fmt: skip
-        tl.debug_barrier()
+        least = key_logit(cut.to(tl.int32))
+        seen, hits = fill_lanes(logits, mask, least, work, zero, V, HAS_MASK, LANES, SLOTS)
+        count = tl.sum(hits, 0)
+        found = tl.zeros((), tl.int32)
         token = tl.zeros((), tl.int32)
-        if (count > 0) & ((seen & BROKEN) == 0):
+        if (seen & BROKEN) == 0:
+            tl.debug_barrier()
+            found = count - banned_hit(logits, mask, ban, least, V, HAS_MASK)
+            if (count > ROOM) | (tl.max(hits, 0) > SLOTS) | ((found < K) & (cut > LOWEST)):
+                low = tl.where(found >= K, cut, LOWEST)
+                high = tl.where(found >= K, HIGHEST, cut - 1)
+                cut, above = row_cut(logits, mask, ban, low, high, K, V, HAS_MASK, TILE)
+                ties = K - above
+                key = cut.to(tl.int32)
+                count = collect(logits, mask, ban, key, ties, work + FIRST, V, HAS_MASK, TILE)
+            else:
+                gather_lanes(work, hits, ban, work + FIRST, zero, LANES)
+            tl.debug_barrier()
             request = splitmix(tl.load(seed + row).to(tl.uint64), tl.zeros((), tl.uint64))
             number = tl.load(position + row).to(tl.uint64) * 4 + purpose.to(tl.uint64)
-            token = _choose(
-                work, weights, count, cut, splitmix(request, number), tl.maximum(heat, _COLDEST),
-                tl.load(top_k + row), tl.load(top_p + row).to(tl.float64),
-                tl.load(min_p + row).to(tl.float64), V, K, TOP, ROOM, CHUNK,
-            )  # fmt: skip
+            if found > 0:
+                token = _choose(
+                    work, count, cut, splitmix(request, number), tl.maximum(heat, _COLDEST),
+                    tl.load(top_k + row), tl.load(top_p + row).to(tl.float64),
+                    tl.load(min_p + row).to(tl.float64), zero, V, K, TOP, ROOM, FIRST,
+                    LANES, CHUNK,
+                )  # fmt: skip
     else:
-        seen, token = greedy_pass(logits, mask, ban, V, HAS_MASK, BLOCK, STAGES)
-        count = (token < V).to(tl.int32)
+        seen, token = largest(logits, mask, ban, V, HAS_MASK, TILE)
+        found = (token < V).to(tl.int32)
     bad = (seen & BROKEN) != 0
     if EDITED:
         bad |= tl.load(broken + row) != 0
     else:
         bad |= (seen & FINITE) == 0
-    ended = tl.where(bad, _NAN, tl.where(count == 0, _ALL_BLOCKED, _OK))
+    ended = tl.where(bad, _NAN, tl.where(found == 0, _ALL_BLOCKED, _OK))
     tl.store(status + row, ended.to(tl.uint8))
     tl.store(tokens + row, tl.where(ended == _OK, token, -1).to(tl.int64))
 
@@ -281,7 +291,6 @@ def _sample_kernel(
 @triton.jit
 def _choose(
     work,
-    weights,
     count,
     pivot_key,
     row_key,
@@ -289,33 +298,41 @@ def _choose(
     top_k,
     top_p,
     min_p,
+    zero,
     V: tl.constexpr,
     K: tl.constexpr,
     TOP: tl.constexpr,
     ROOM: tl.constexpr,
+    FIRST: tl.constexpr,
+    LANES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The token of a row whose `count` best (key, id) lie at `work`, in ascending id."""
+    """The token of a row that has `count` candidates at FIRST in its work space. The four lists of
+    TOP before them take the place of the lanes."""
     limit = tl.where((top_k > 0) & (top_k < K), top_k, K).to(tl.int32)
-    at = tl.arange(0, ROOM)
-    keys = tl.load(work + at, mask=at < count, other=EMPTY)
-    top_key = tl.max(keys, 0)
-    keys_in = work
-    ids_in = work + ROOM
+    cut, last, top_key = best_cut(work + FIRST, count, limit, pivot_key, V, ROOM)
+    candidates = work + FIRST
+    weights = work + TOP
+    lanes: tl.constexpr = min(LANES, TOP)
     if count > limit:
-        cut = count_cut(keys, pivot_key, top_key.to(tl.int64), limit, limit).to(tl.int32)
-        ties = limit - tl.sum((keys > cut).to(tl.int32), 0)
-        best = work + 2 * ROOM
-        trim(work, work + ROOM, count, cut, ties, best, best + TOP, ROOM, CHUNK)
+        count = compact(
+            candidates, weights, count, cut, last, 0.0, work, weights, zero, False, lanes
+        )
         tl.debug_barrier()
-        keys_in = best
-        ids_in = best + TOP
-        count = limit
-    weigh(keys_in, count, top_key, temperature, weights, CHUNK)
+        candidates = work
+    weigh(candidates, count, top_key, temperature, weights, CHUNK)
+    if (top_p < 1) | (min_p > 0):
+        tl.debug_barrier()
+        cut = tl.full((), LOWEST, tl.int32)
+        last = tl.full((), V, tl.int32)
+        if top_p < 1:
+            cut, last = nucleus_cut(candidates, weights, count, top_key, top_p, V, TOP)
+        least = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
+        chosen = work + 2 * TOP
+        count = compact(
+            candidates, weights, count, cut, last, least, chosen, chosen + TOP, zero, True, lanes
+        )
+        candidates = chosen
+        weights = chosen + TOP
     tl.debug_barrier()
-    places = work + 2 * ROOM + 2 * TOP
-    chosen = ((top_p < 1) | (min_p > 0)).to(tl.int32)
-    if chosen > 0:
-        count = filtered(keys_in, weights, count, top_key, top_p, min_p, places, TOP)
-        tl.debug_barrier()
-    return draw(ids_in, weights, places, chosen, count, row_key, V, CHUNK)
+    return draw(candidates, weights, count, row_key, V, CHUNK)

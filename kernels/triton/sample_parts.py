@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The pieces of the sampling kernel: order keys, cuts found by bisection, noise, compaction.
+"""The pieces of the sampling kernel that work on a row's candidates: cuts, weights, noise, the draw.
 
 Everything that is summed is an integer, so no sum depends on its order, and every search is for a
-cut that exists once: the settings of a launch can change no token.
+cut that exists once: neither the launch settings nor the order of the candidates can change a token.
 
 A *key* is a logit as an int32 in the same order; `EMPTY` is below every key and stands for what can
-never be chosen: outside the vocabulary, blocked, -inf, NaN.
+never be chosen: outside the vocabulary, blocked, -inf, NaN. A *candidate* is an int64: the bits of
+its logit above its token id.
 """
 
 import triton
@@ -14,21 +15,47 @@ import triton.language as tl
 EMPTY = tl.constexpr(-(1 << 31))
 LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite logit
 HIGHEST = tl.constexpr(0x7F800000)  # the key of +inf
-BROKEN = tl.constexpr(2)  # bits of what the pass over a row saw: NaN or +inf,
-FINITE = tl.constexpr(1)  # and anything above -inf
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # as in `kernels.reference.noise`
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIFORM_STEP = tl.constexpr(2.0**-52)
 _MASS_SCALE = tl.constexpr(2.0**44)
-_GROUP = tl.constexpr(8)  # neighbours in the sample of a row: one 32-byte sector
 
 
 @triton.jit
-def key_value(key):
-    """The float64 of a key's logit."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True).to(tl.float64)
+def lane_ids(zero, LANES: tl.constexpr):
+    """0..LANES-1, in a way that hides from the compiler that they are consecutive.
+
+    A thread would load four neighbours at once, and every scattered store of what it loaded would
+    first go through shared memory to one a thread. The compiler gives all accesses of one shape
+    one layout: other accesses should have another shape than [LANES].
+
+    Args:
+        zero: 0, unknown when the kernel is compiled.
+    """
+    return tl.arange(0, LANES) ^ zero
+
+
+@triton.jit
+def order_key(bits):
+    bits = tl.where(bits == EMPTY, 0, bits)  # -0.0 and 0.0 are a tie
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def key_logit(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack(logits, ids):
+    return (logits.to(tl.int32, bitcast=True).to(tl.int64) << 32) | ids.to(tl.int64)
+
+
+@triton.jit
+def candidate_keys(candidates):
+    return order_key((candidates >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -38,34 +65,6 @@ def splitmix(start, number):
     z = (z ^ (z >> 30)) * _MIX_1
     z = (z ^ (z >> 27)) * _MIX_2
     return z ^ (z >> 31)
-
-
-@triton.jit
-def exponential(row_key, ids):
-    word = splitmix(row_key, ids.to(tl.uint64)) >> 12
-    return -tl.log((word.to(tl.int64).to(tl.float64) + 0.5) * _UNIFORM_STEP)
-
-
-@triton.jit
-def tile(logits, mask, offs, ban, V: tl.constexpr, HAS_MASK: tl.constexpr):
-    """(logits, keys) at `offs`."""
-    inside = offs < V
-    x = tl.load(logits + offs, mask=inside, other=float("-inf"))
-    usable = (x > float("-inf")) & (offs != ban)
-    if HAS_MASK:
-        usable &= tl.load(mask + offs, mask=inside, other=0) != 0
-    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 and 0.0 are a tie
-    return x, tl.where(usable, bits ^ ((bits >> 31) & 0x7FFFFFFF), EMPTY)
-
-
-@triton.jit
-def screen(x):
-    return tl.where(x < float("inf"), 0, BROKEN) | tl.where(x > float("-inf"), FINITE, 0)
-
-
-@triton.jit
-def any_bits(seen):
-    return tl.max(seen & BROKEN, 0) | tl.max(seen & FINITE, 0)
 
 
 @triton.jit
@@ -94,236 +93,139 @@ def mass_cut(keys, masses, low, high, needed):
 
 
 @triton.jit
-def above_or_tied(keys, cut, ties):
-    """Which keys are above the cut, or among the first `ties` that equal it."""
+def last_tie(keys, candidates, cut, wanted, V: tl.constexpr):
+    """The id up to which equals of the cut are kept, so that `wanted` of them are; V for all."""
+    last = tl.full((), V, tl.int32)
     tied = keys == cut
-    rank = tl.cumsum(tied.to(tl.int32), 0)
-    return (keys > cut) | (tied & (rank <= ties))
+    if tl.sum(tied.to(tl.int32), 0) > wanted:
+        low = tl.zeros((), tl.int32)
+        while low < last:
+            middle = (low + last) // 2
+            found = tl.sum((tied & (candidates.to(tl.int32) <= middle)).to(tl.int32), 0)
+            last = tl.where(found >= wanted, middle, last)
+            low = tl.where(found >= wanted, low, middle + 1)
+    return last
 
 
 @triton.jit
-def pivot(
-    logits,
-    mask,
-    ban,
-    V: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
+def best_cut(candidates_in, count, wanted, low, V: tl.constexpr, ROOM: tl.constexpr):
+    """(cut, last id among its equals) that the `wanted` best of `count` candidates meet, and the
+    largest key. `low`: a cut that all of them reach."""
+    at = tl.arange(0, ROOM)
+    inside = at < count
+    candidates = tl.load(candidates_in + at, mask=inside, other=0)
+    keys = tl.where(inside, candidate_keys(candidates), EMPTY)
+    top_key = tl.max(keys, 0)
+    cut = low.to(tl.int32)
+    last = tl.full((), V, tl.int32)
+    if count > wanted:
+        cut = count_cut(keys, low, top_key.to(tl.int64), wanted, wanted).to(tl.int32)
+        ties = wanted - tl.sum((keys > cut).to(tl.int32), 0)
+        last = last_tie(keys, candidates, cut, ties, V)
+    return cut, last, top_key
+
+
+@triton.jit
+def nucleus_cut(
+    candidates_in, weights_in, count, top_key, top_p, V: tl.constexpr, TOP: tl.constexpr
 ):
-    """A key that about the wanted number of the row's keys reach, guessed from a fixed sample."""
-    spread: tl.constexpr = V // (SAMPLE // _GROUP) // _GROUP * _GROUP
-    at = tl.arange(0, SAMPLE)
-    _, keys = tile(logits, mask, at // _GROUP * spread + at % _GROUP, ban, V, HAS_MASK)
-    low = tl.full((), LOWEST, tl.int64)
-    return count_cut(keys, low, tl.max(keys, 0).to(tl.int64), LEAST, MOST)
-
-
-@triton.jit
-def row_cut(
-    logits,
-    mask,
-    ban,
-    low,
-    high,
-    wanted,
-    V: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The largest cut in low..high that `wanted` keys of the whole row reach, and how many are
-    above it. A pass over the row for each bit: only for rows where the sample misled."""
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        count = row_count(logits, mask, ban, middle, V, HAS_MASK, BLOCK)
-        enough = count >= wanted
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, tl.where(count == wanted, middle, high), middle - 1)
-    return low, row_count(logits, mask, ban, low + 1, V, HAS_MASK, BLOCK)
-
-
-@triton.jit
-def row_count(logits, mask, ban, cut, V: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys of the row reach the cut."""
-    count = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, V, BLOCK):
-        _, keys = tile(logits, mask, start + tl.arange(0, BLOCK), ban, V, HAS_MASK)
-        count += (keys >= cut.to(tl.int32)).to(tl.int32)
-    return tl.sum(count, 0)
-
-
-@triton.jit
-def greedy_pass(
-    logits,
-    mask,
-    ban,
-    V: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """(bits seen, the lowest id that has the largest key; V when nothing is usable)."""
-    seen = tl.zeros([BLOCK], tl.int32)
-    best = tl.full([BLOCK], EMPTY, tl.int32)
-    ids = tl.full([BLOCK], V, tl.int32)
-    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-        offs = start + tl.arange(0, BLOCK)
-        x, keys = tile(logits, mask, offs, ban, V, HAS_MASK)
-        seen |= screen(x)
-        ids = tl.where(keys > best, offs, ids)
-        best = tl.maximum(best, keys)
-    top = tl.max(best, 0)
-    return any_bits(seen), tl.min(tl.where(best == top, ids, V), 0)
-
-
-@triton.jit
-def collect(
-    logits,
-    mask,
-    ban,
-    cut,
-    ties,
-    keys_out,
-    ids_out,
-    V: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROOM: tl.constexpr,
-    SOME_TIES: tl.constexpr,
-):
-    """Copy (key, id) of what reaches the cut, in ascending id; with SOME_TIES only the first `ties`
-    of those that equal it.
-
-    Returns:
-        (bits seen, how many reach it: those past ROOM are counted, not copied).
-    """
-    seen = tl.zeros([BLOCK], tl.int32)
-    count = tl.zeros((), tl.int32)
-    tied = tl.zeros((), tl.int32)
-    for start in tl.range(0, V, BLOCK, num_stages=STAGES):
-        offs = start + tl.arange(0, BLOCK)
-        x, keys = tile(logits, mask, offs, ban, V, HAS_MASK)
-        seen |= screen(x)
-        if SOME_TIES:
-            take = above_or_tied(keys, cut, ties - tied)
-            tied += tl.sum((keys == cut).to(tl.int32), 0)
-        else:
-            take = keys >= cut
-        slot = count + tl.cumsum(take.to(tl.int32), 0) - 1
-        stored = take & (slot < ROOM)
-        tl.store(keys_out + slot, keys, mask=stored)
-        tl.store(ids_out + slot, offs, mask=stored)
-        count += tl.sum(take.to(tl.int32), 0)
-    return any_bits(seen), count
-
-
-@triton.jit
-def trim(
-    keys_in,
-    ids_in,
-    count,
-    cut,
-    ties,
-    keys_out,
-    ids_out,
-    ROOM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy the (key, id) above the cut and the first `ties` that equal it, in their order."""
-    taken = tl.zeros((), tl.int32)
-    tied = tl.zeros((), tl.int32)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < count
-        keys = tl.load(keys_in + at, mask=inside, other=EMPTY)
-        ids = tl.load(ids_in + at, mask=inside, other=0)
-        take = above_or_tied(keys, cut, ties - tied)
-        slot = taken + tl.cumsum(take.to(tl.int32), 0) - 1
-        tl.store(keys_out + slot, keys, mask=take)
-        tl.store(ids_out + slot, ids, mask=take)
-        tied += tl.sum((keys == cut).to(tl.int32), 0)
-        taken += tl.sum(take.to(tl.int32), 0)
-
-
-@triton.jit
-def weigh(keys_in, count, top_key, temperature, weights_out, BLOCK: tl.constexpr):
-    """Write the weights of `count` keys: `exp((logit - max) / temperature)`, float64."""
-    maximum = key_value(top_key)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < count
-        keys = tl.load(keys_in + at, mask=inside, other=top_key)
-        tl.store(weights_out + at, tl.exp((key_value(keys) - maximum) / temperature), mask=inside)
-
-
-@triton.jit
-def nucleus(keys, masses, inside, top_key, top_p):
-    """Which keys top-p keeps: those whose better ones weigh less than it asks for."""
-    whole = tl.sum(masses, 0)
-    needed = tl.maximum(tl.ceil(top_p * whole.to(tl.float64)), 1.0).to(tl.int64)
-    lowest = tl.min(tl.where(inside, keys, top_key), 0)
-    cut = mass_cut(keys, masses, lowest.to(tl.int64), top_key.to(tl.int64), needed).to(tl.int32)
+    """(cut, last id among its equals) of top-p: the better ones of each that meets it weigh less
+    than what is asked for."""
+    at = tl.arange(0, TOP)
+    inside = at < count
+    candidates = tl.load(candidates_in + at, mask=inside, other=0)
+    keys = tl.where(inside, candidate_keys(candidates), EMPTY)
+    weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
+    masses = (weights * _MASS_SCALE).to(tl.int64)
+    needed = tl.ceil(top_p * tl.sum(masses, 0).to(tl.float64))
+    needed = tl.maximum(needed, 1.0).to(tl.int64)
+    lowest = tl.min(tl.where(inside, keys, top_key), 0).to(tl.int64)
+    cut = mass_cut(keys, masses, lowest, top_key.to(tl.int64), needed).to(tl.int32)
     above = tl.sum(tl.where(keys > cut, masses, 0), 0)
     own = tl.max(tl.where(keys == cut, masses, 0), 0)
     # Equal logits weigh the same: so many of them are needed. Weightless ones never end a prefix.
-    ties = (needed - above + own - 1) // tl.maximum(own, 1)
-    everything = keys.shape[0]
-    return above_or_tied(keys, cut, tl.where(own > 0, tl.minimum(ties, everything), everything))
+    ties = tl.minimum((needed - above + own - 1) // tl.maximum(own, 1), TOP)
+    last = last_tie(keys, candidates, cut, tl.where(own > 0, ties, TOP).to(tl.int32), V)
+    return cut, last
 
 
 @triton.jit
-def filtered(
-    keys_in,
+def compact(
+    candidates_in,
     weights_in,
     count,
-    top_key,
-    top_p,
-    min_p,
-    places_out,
-    TOP: tl.constexpr,
+    cut,
+    last,
+    least_weight,
+    candidates_out,
+    weights_out,
+    zero,
+    WEIGHED: tl.constexpr,
+    LANES: tl.constexpr,
 ):
-    """Write the places, among `count`, that top-p and then min-p keep; returns how many."""
-    at = tl.arange(0, TOP)
-    inside = at < count
-    weights = tl.load(weights_in + at, mask=inside, other=0.0)
-    keep = inside
-    if min_p > 0:
-        keep &= weights >= tl.minimum(min_p, 1.0)
-    if top_p < 1:
-        keys = tl.load(keys_in + at, mask=inside, other=EMPTY)
-        keep &= nucleus(keys, (weights * _MASS_SCALE).to(tl.int64), inside, top_key, top_p)
-    slot = tl.cumsum(keep.to(tl.int32), 0) - 1
-    tl.store(places_out + slot, at, mask=keep)
-    return tl.sum(keep.to(tl.int32), 0)
+    """Copy the candidates that meet the cut; with WEIGHED also their weights, of those that weigh
+    enough. Returns how many.
 
-
-@triton.jit
-def draw(
-    ids_in,
-    weights_in,
-    places_in,
-    chosen,
-    count,
-    row_key,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The id whose exponential clock rings first, the lower of equals, among the `count` places
-    listed (`chosen`), or the first `count`."""
-    best = tl.full([BLOCK], float("inf"), tl.float64)
-    winner = tl.full([BLOCK], V, tl.int32)
-    for start in range(0, count, BLOCK):
-        at = start + tl.arange(0, BLOCK)
+    A lane counts its own first: one scan over the lanes then gives every one its places.
+    """
+    hits = tl.zeros([LANES], tl.int32)
+    for start in range(0, count, LANES):
+        at = start + lane_ids(zero, LANES)
         inside = at < count
-        at = tl.where(chosen > 0, tl.load(places_in + at, mask=inside & (chosen > 0), other=0), at)
-        ids = tl.load(ids_in + at, mask=inside, other=0)
-        weights = tl.load(weights_in + at, mask=inside, other=0.0)
+        candidates = tl.load(candidates_in + at, mask=inside, other=0)
+        keys = candidate_keys(candidates)
+        take = (keys > cut) | ((keys == cut) & (candidates.to(tl.int32) <= last))
+        if WEIGHED:
+            weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
+            take &= weights >= least_weight
+        hits += (take & inside).to(tl.int32)
+    total = tl.sum(hits, 0)
+    place = tl.cumsum(hits, 0) - hits
+    for start in range(0, count, LANES):
+        at = start + lane_ids(zero, LANES)
+        inside = at < count
+        candidates = tl.load(candidates_in + at, mask=inside, other=0)
+        keys = candidate_keys(candidates)
+        take = (keys > cut) | ((keys == cut) & (candidates.to(tl.int32) <= last))
+        take &= inside
+        if WEIGHED:
+            bits = tl.load(weights_in + at, mask=inside, other=0)
+            take &= bits.to(tl.float64, bitcast=True) >= least_weight
+            tl.store(weights_out + place, bits, mask=take)
+        tl.store(candidates_out + place, candidates, mask=take)
+        place += take.to(tl.int32)
+    return total
+
+
+@triton.jit
+def weigh(candidates_in, count, top_key, temperature, weights_out, CHUNK: tl.constexpr):
+    """Write the weights `exp((logit - max) / temperature)`: float64, as the int64 of their bits."""
+    maximum = key_logit(top_key).to(tl.float64)
+    for start in range(0, count, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        inside = at < count
+        candidates = tl.load(candidates_in + at, mask=inside, other=0)
+        keys = tl.where(inside, candidate_keys(candidates), top_key)
+        weights = tl.exp((key_logit(keys).to(tl.float64) - maximum) / temperature)
+        tl.store(weights_out + at, weights.to(tl.int64, bitcast=True), mask=inside)
+
+
+@triton.jit
+def draw(candidates_in, weights_in, count, row_key, V: tl.constexpr, CHUNK: tl.constexpr):
+    """The id whose exponential clock rings first; the lower of equals."""
+    best = tl.full([CHUNK], float("inf"), tl.float64)
+    winner = tl.full([CHUNK], V, tl.int32)
+    for start in range(0, count, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        inside = at < count
+        ids = tl.load(candidates_in + at, mask=inside, other=0).to(tl.int32)
+        weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
+        word = splitmix(row_key, ids.to(tl.uint64)) >> 12
+        noise = -tl.log((word.to(tl.int64).to(tl.float64) + 0.5) * _UNIFORM_STEP)
         rings = weights > 0  # weight 0 waits for ever
-        time = exponential(row_key, ids) / tl.where(rings, weights, 1.0)
-        time = tl.where(rings, time, float("inf"))
-        winner = tl.where(time < best, ids, winner)
+        time = tl.where(rings, noise / tl.where(rings, weights, 1.0), float("inf"))
+        sooner = (time < best) | ((time == best) & (ids < winner))
+        winner = tl.where(sooner & rings, ids, winner)
         best = tl.minimum(best, time)
     first = tl.min(best, 0)
     return tl.min(tl.where(best == first, winner, V), 0)

@@ -14,7 +14,12 @@ from phalanx.kernels.triton.configs import Config
 from phalanx.kernels.triton.sample import CANDIDATES, sample
 
 INF, NAN = float("inf"), float("nan")
-SMALL = {"block": 512, "chunk": 64, "sample": 256}  # so that a short row takes several turns
+SMALL = {
+    "lanes": 256,
+    "slots": 3,
+    "chunk": 64,
+    "sample": 256,
+}  # so that a short row takes several turns
 EOS = 1
 FULL_VOCAB = 129_280
 
@@ -177,7 +182,7 @@ def test_no_launch_setting_changes_a_token(device: torch.device) -> None:
     vocab, rng = 1500, random.Random(11)
     params, logits = [plain_row(rng) for _ in range(4)], odd_logits(4, vocab, 4).to(device)
     rows = on(device, params)
-    other = {"block": 1024, "chunk": 16, "sample": 1024, "stages": 1, "warps": 4}
+    other = {"lanes": 512, "slots": 2, "chunk": 16, "sample": 1024, "warps": 4}
     tokens = [sample(logits, rows, force_top_k=100, settings=s).tokens for s in (SMALL, other)]
     assert torch.equal(*tokens)
 
@@ -200,7 +205,7 @@ def test_rows_whose_sample_misleads(device: torch.device) -> None:
         ]
     )
     params = [RowParams(seed=3 * i, temperature=2.0, top_p=0.9) for i in range(6)]
-    check(device, logits, params, force_top_k=kept, settings=SMALL | {"block": 1024, "room": 32})
+    check(device, logits, params, force_top_k=kept, settings=SMALL | {"lanes": 1024, "room": 32})
 
 
 def test_ties_at_every_cut_go_to_the_lower_id(device: torch.device) -> None:
