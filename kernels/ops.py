@@ -65,15 +65,24 @@ mix = Operation("mHC mix", hyper.mix, "hyper:mix")
 collapse = Operation("mHC collapse", hyper.collapse, "hyper:collapse")
 expand = Operation("mHC expand", hyper.expand, "hyper:expand")
 mean_copies = Operation("tap", hyper.mean_copies, "hyper:mean_copies")
+collapse_norm = Operation(
+    "mHC collapse and RMSNorm", hyper.collapse_norm, "sublayers:collapse_norm"
+)
 rms_norm = Operation("RMSNorm", rows.rms_norm, "rows:rms_norm")
+rms_norm_q8 = Operation("RMSNorm and Q8", rows.rms_norm_q8, "rows:rms_norm_q8")
 rotate = Operation("RoPE", rope.rotate, "rows:rotate")
 swiglu = Operation("SwiGLU", activation.swiglu, "rows:swiglu")
+swiglu_q8 = Operation("SwiGLU and Q8", activation.swiglu_q8, "rows:swiglu_q8")
+add_picks = Operation("sum of experts", experts.add_picks, "rows:add_picks")
 route = Operation("gate", router.route, "router:route")
 engram_gate = Operation("Engram gate", engram.gate, "engram:gate")
+gather = Operation("Engram gather", engram.gather, "engram:gather", place=2)
 add_value = Operation("Engram value", engram.add_value, "engram:add_value")
 
 q8_roundtrip = Operation("Q8", quant.q8_roundtrip, "quant:q8_roundtrip")
-qf4_idx_roundtrip = Operation("QF4 of index queries", quant.qf4_idx_roundtrip)
+qf4_idx_roundtrip = Operation(
+    "QF4 of index queries", quant.qf4_idx_roundtrip, "quant:qf4_idx_roundtrip"
+)
 encode_window = Operation("window record", quant.encode_window, "quant:encode_window")
 decode_window = Operation("window vector", quant.decode_window, "quant:decode_window")
 encode_compressed = Operation("entry record", quant.encode_compressed, "quant:encode_compressed")

@@ -80,6 +80,7 @@ class Operation(Generic[Params, Result]):
         kernel: "module:function" of ours for GPUs, below `phalanx.kernels.triton`; None if the
             reference is good enough there.
         vendors: libraries that could run it.
+        place: of the argument that lies where the operation shall run.
     """
 
     def __init__(
@@ -88,13 +89,15 @@ class Operation(Generic[Params, Result]):
         reference: Callable[Params, Result],
         kernel: str | None = None,
         vendors: tuple[Vendor, ...] = (),
+        place: int = 0,
     ) -> None:
         self.name, self.reference, self.kernel, self.vendors = name, reference, kernel, vendors
+        self.place = place
         self._on_gpu: Callable[Params, Result] | None = None
         OPERATIONS[name] = self  # type: ignore[assignment]
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if on_gpu(args[0]):
+        if on_gpu(args[self.place]):
             return (self._on_gpu or self._choose())(*args, **kwargs)
         return self.reference(*args, **kwargs)
 

@@ -107,8 +107,20 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def exact(self) -> bool:
         """A stream can be made again, after any fault, with the same tokens. Else it is logged."""
-        kernels = self.device != "cuda" or self.worker.kernels == "auto"
-        return self.worker.yoco_truncation == "off" and kernels
+        return not self.inexact
+
+    @property
+    def inexact(self) -> tuple[str, ...]:
+        """Settings under which a stream may differ from what another run, or a fault, would have given."""
+        found = []
+        if self.worker.yoco_truncation != "off":
+            mode = self.worker.yoco_truncation
+            found.append(f"worker.yoco_truncation is {mode}: prompts are approximate")
+        if self.scheduler.preempt == "stop":
+            found.append("scheduler.preempt is stop: when memory is short, where a stream ends")
+        if self.device == "cuda" and self.worker.kernels == "reference":
+            found.append("worker.kernels is reference: rows may depend on their batch")
+        return tuple(found)
 
     @property
     def run_path(self) -> Path:

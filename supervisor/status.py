@@ -33,17 +33,9 @@ def status(
         epochs=tuple(core.group.records),
         failed=core.failed,
         change=core.changes.told,
-        inexact=inexact(config),
+        inexact=config.inexact,
         scrubbed=structs.replace(core.scrubbed, findings=tuple(core.findings())),
     )
-
-
-def inexact(config: NodeConfig) -> tuple[str, ...]:
-    """Settings under which a stream may differ from what another run, or a fault, would have given."""
-    if config.exact:
-        return ()
-    mode = config.worker.yoco_truncation
-    return (f"worker.yoco_truncation is {mode}: prompts are approximate",)
 
 
 def _process(process: Process, now_ns: int) -> ProcessStatus:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from phalanx.kernels.reference.quant import dequant_engram_rows
 from phalanx.kernels.reference.rows import lanewise, rms_scale, round_bf16
 
 
@@ -26,6 +27,17 @@ def hash_rows(units: Tensor, multipliers: Tensor, primes: Tensor, offsets: Tenso
         hashes = hashes ^ products[:, back]
         columns.append(hashes.unsqueeze(1) % primes[back - 1])
     return torch.cat(columns, dim=1) + offsets
+
+
+def gather(codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a table in the host's memory: ids int64 [...] -> bf16 [..., dim] where the ids lie.
+
+    Args:
+        codes: e4m3 [rows, dim].
+        scales: ue8m0 uint8 [rows, dim/32].
+    """
+    here = ids.cpu()
+    return dequant_engram_rows(codes.view(torch.uint8)[here], scales[here]).to(ids.device)
 
 
 def gate(h: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:

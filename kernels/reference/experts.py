@@ -81,3 +81,19 @@ def run_experts(
         a = q8_roundtrip(swiglu(gate, up, limit, pair_weights[pairs]))
         out[pairs] = matmul_rows(a, pool.matrix(2, slot)).bfloat16()
     return out
+
+
+def add_picks(shared: Tensor, routed: Tensor) -> Tensor:
+    """The sublayer's result: the shared expert first, then the picks in their order, in float32.
+
+    Args:
+        shared: bf16 values [R, D].
+        routed: bf16 values [R, k, D].
+
+    Returns:
+        bf16 values as float32 [R, D].
+    """
+    total = shared
+    for pick in range(routed.shape[1]):
+        total = total + routed[:, pick].float()
+    return round_bf16(total)

@@ -11,7 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.kernels.reference.rows import constant, lanewise, matmul_rows, rms_scale, round_bf16
+from phalanx.kernels.reference.rows import (
+    constant,
+    lanewise,
+    matmul_rows,
+    rms_norm,
+    rms_scale,
+    round_bf16,
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,11 @@ def _sum_slices(a: Tensor, dim: int) -> Tensor:
 def collapse(h: Tensor, weights: Tensor) -> Tensor:
     """sum_c weights_c * h_c -> bf16 values [R, D]; h [R, n, D], weights [R, n]."""
     return round_bf16(_sum_copies(weights.unsqueeze(-1) * h))
+
+
+def collapse_norm(h: Tensor, weights: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of what `collapse` gives: a sublayer's input, bf16 values [R, D]."""
+    return rms_norm(collapse(h, weights), norm_weight, eps)
 
 
 def expand(y: Tensor, h: Tensor, mixed: Mix) -> Tensor:

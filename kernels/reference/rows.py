@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.matrix import Fp8Matrix, Matrix
+from phalanx.kernels.reference.quant import q8_roundtrip
 
 TILE: Final = 8  # rows of one matrix product
 LANES: Final = 64  # at least two vectors of every instruction set, the unit of torch's vector loops
@@ -102,6 +103,11 @@ def sum_columns(x: Tensor) -> Tensor:
 def rms_scale(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last dimension, [..., 1]."""
     return x.square().mean(dim=-1, keepdim=True).add_(constant(eps)).rsqrt_()
+
+
+def rms_norm_q8(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What is left of `rms_norm` after Q8, as float32."""
+    return q8_roundtrip(rms_norm(x, weight, eps))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn.functional import silu
 
+from phalanx.kernels.reference.quant import q8_roundtrip
 from phalanx.kernels.reference.rows import lanewise, round_bf16
 
 
@@ -18,3 +19,8 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None
     """
     a = lanewise(silu, gate.clamp(max=limit)).mul_(up.clamp(-limit, limit))
     return round_bf16(a if weights is None else a.mul_(weights.unsqueeze(-1)))
+
+
+def swiglu_q8(gate: Tensor, up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """What is left of `swiglu` after Q8, as float32: the down projection's input."""
+    return q8_roundtrip(swiglu(gate, up, limit, weights))

@@ -503,13 +503,15 @@ class Core:
 
     def _shown(self, stream: Stream, now_ns: int) -> None:
         """The stream has new text, or its end."""
-        if stream.final is not None:
+        request = self._requests[stream.request_id]
+        if stream.final is None:
+            self._texts.decode(stream)
+        elif stream.recorded is not None and stream.final is not stream.recorded:
+            self._end_with(request, stream, stream.final, now_ns)
+        else:
             # A scheduler that has not ended it by itself is told to: it was a stop string.
             self._placement.release(stream, None if stream.end is not None else "stop")
             self._ended(stream, now_ns)
-        else:
-            self._texts.decode(stream)
-        request = self._requests[stream.request_id]
         self._compare(request, now_ns)
         self._delivery.offer(request)
 

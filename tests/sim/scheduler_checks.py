@@ -23,8 +23,10 @@ class Onlooker:
         self._writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
 
     def new_worker(self) -> None:
+        """Sequences begin anew, under the same attempt if nobody has heard of their tokens."""
         self._writing.clear()
         self._admitted.clear()
+        self._sent.clear()
 
     def takes(self, event: object) -> None:
         """Before the core does: an abort decides the end of a sequence."""

@@ -47,7 +47,7 @@ from phalanx.supervisor.events import (
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Stage
 from phalanx.supervisor.processes import process_table
-from phalanx.supervisor.status import inexact, status
+from phalanx.supervisor.status import status
 
 MS = 1_000_000
 A = TypeVar("A")
@@ -546,9 +546,9 @@ def test_a_new_gateway_is_told_how_things_stand() -> None:
 
 def test_status_names_what_is_outside_the_promise() -> None:
     exact = NodeConfig()
-    assert inexact(exact) == ()
+    assert exact.inexact == ()
     worker = msgspec.structs.replace(exact.worker, yoco_truncation="compact")
-    (reason,) = inexact(msgspec.structs.replace(exact, worker=worker))
+    (reason,) = msgspec.structs.replace(exact, worker=worker).inexact
     assert "yoco_truncation is compact" in reason
 
 

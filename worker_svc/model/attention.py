@@ -17,9 +17,9 @@ from phalanx.kernels.ops import (
     matmul_rows,
     paged_scores,
     pool_pairs,
-    q8_roundtrip,
     qf4_idx_roundtrip,
     rms_norm,
+    rms_norm_q8,
     rotate,
     select_top,
     sparse_attention,
@@ -42,7 +42,7 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [R, heads, d], the Q8 form of their latent [R, q_lora], and the window vector [R, d]."""
     both, rank = linear(x, weights.q_kv), config.q_lora_rank
-    latent = q8_roundtrip(rms_norm(both[:, :rank], weights.q_norm, config.rms_norm_eps))
+    latent = rms_norm_q8(both[:, :rank], weights.q_norm, config.rms_norm_eps)
     queries = round_bf16(matmul_rows(latent, weights.wq_b))
     queries = queries.view(-1, config.num_attention_heads, config.head_dim)
     kv = rotate(rms_norm(both[:, rank:], weights.kv_norm, config.rms_norm_eps), rope)

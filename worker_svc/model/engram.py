@@ -37,8 +37,7 @@ class Engram:
         i = config.engram_layer_ids.index(layer)
         ids = hash_rows(units, self._multipliers[i], self._primes[i], self._offsets[i])
         step.note("engram_ids", layer, ids)
-        # A table lies in the host's memory, whatever the device: only the rows asked for travel.
-        found = self._weights.engram_rows(layer, ids).to(h.device).float().flatten(1)
+        found = self._weights.engram_rows(layer, ids).float().flatten(1)
         kv = linear(found, weights.wkv)
         kv = kv.view(-1, config.hc_mult + 1, config.hidden_size)
         key, value = kv[:, :-1], kv[:, -1]

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.matrix import Fp8Matrix, Matrix
-from phalanx.kernels.ops import ExpertPool, expert_pool
+from phalanx.kernels.ops import ExpertPool, expert_pool, gather
 from phalanx.worker_svc.model.checkpoint import Expert, Weights
+from phalanx.worker_svc.model.host_tables import readable_by_gpu
 from phalanx.worker_svc.model.shards import Checkpoint
 from phalanx.worker_svc.model.tensors import expert_names
 
@@ -21,6 +22,7 @@ class GpuWeights(Weights):
         super().__init__(checkpoint, dequantize=False)
         self.device = device
         self._pools: list[ExpertPool] = []
+        self._readable: dict[int, bool] = {}  # Engram tables that kernels read in the host's memory
 
     def __getitem__(self, name: str) -> Tensor:
         """A plain tensor (bf16 or float32), or a quantized linear as float32 [out, in], on the GPU."""
@@ -37,6 +39,15 @@ class GpuWeights(Weights):
     def _fp8(self, name: str) -> Fp8Matrix:
         codes, scales = self.packed(name)
         return Fp8Matrix(codes.to(self.device), scales.to(self.device))
+
+    def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
+        """Rows of a table, int64 [...] on the host -> bf16 [..., engram_head_dim] on the GPU."""
+        codes, scales = self.packed(f"layers.{layer}.engram.embed")
+        if layer not in self._readable:
+            self._readable[layer] = self.device.type == "cuda" and readable_by_gpu(codes, scales)
+        if self._readable[layer]:
+            return gather(codes, scales, ids.to(self.device))
+        return super().engram_rows(layer, ids).to(self.device)
 
     def pool(self, layer: int) -> ExpertPool:
         return self._pools[layer]

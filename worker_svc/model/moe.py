@@ -7,7 +7,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.kernels.ops import matmul_rows, q8_roundtrip, route, run_experts, swiglu
+from phalanx.kernels.ops import (
+    add_picks,
+    matmul_rows,
+    q8_roundtrip,
+    route,
+    run_experts,
+    swiglu,
+    swiglu_q8,
+)
 from phalanx.kernels.reference.rows import TILE, round_bf16
 from phalanx.kernels.registry import on_gpu
 from phalanx.worker_svc.model.checkpoint import Weights
@@ -191,13 +199,11 @@ def moe(
         context.copy_keys[:num_rows],
     )
     total = _shared_expert(weights, config, x)  # while rows travel
-    routed = experts.combine(handle)
-    for pick in range(num_topk):
-        total[:num_rows] += routed[:, pick].float()
-    return round_bf16(total)
+    total[:num_rows] = add_picks(total[:num_rows], experts.combine(handle))
+    return total
 
 
 def _shared_expert(weights: MoeWeights, config: ModelConfig, x: Tensor) -> Tensor:
     gate, up = round_bf16(matmul_rows(x, weights.shared_up)).chunk(2, dim=-1)
-    a = q8_roundtrip(swiglu(gate, up, config.swiglu_limit))
+    a = swiglu_q8(gate, up, config.swiglu_limit)
     return round_bf16(matmul_rows(a, weights.shared_down))

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.kernels.ops import collapse, expand, mix, rms_norm
+from phalanx.kernels.ops import collapse_norm, expand, mix
 from phalanx.kernels.reference.hyper import Mix, MixWeights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import AttentionWeights, LayerWeights
@@ -40,7 +40,7 @@ def run_layer(
     h = expand(y, h, mixed)
     pre = mixed.pre
     mixed = _mix(config, weights.moe_mix, h)
-    x = rms_norm(collapse(h, pre), weights.moe.norm, config.rms_norm_eps)
+    x = collapse_norm(h, pre, weights.moe.norm, config.rms_norm_eps)
     context.note("ffn_in", layer, x)
     y = moe(context, weights.moe, experts, layer, x)
     context.note("ffn_out", layer, y)
@@ -52,7 +52,7 @@ def run_layer(
 
 def attention_input(config: ModelConfig, weights: LayerWeights, h: Tensor, pre: Tensor) -> Tensor:
     """What the attention reads of the stream [P, n, D]: bf16 values [P, D]."""
-    return rms_norm(collapse(h, pre), weights.attention.norm, config.rms_norm_eps)
+    return collapse_norm(h, pre, weights.attention.norm, config.rms_norm_eps)
 
 
 def _mix(config: ModelConfig, weights: MixWeights, h: Tensor) -> Mix:
