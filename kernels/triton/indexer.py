@@ -22,19 +22,42 @@ from phalanx.kernels.reference.quant import index_key_bytes
 from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.topk import load_bits, ordered_key, select_top
 
+# `registers` limits those of a thread, so that more programs fit; 0 leaves it to the compiler.
 CANDIDATES: Final[list[Config]] = [
-    {"rows": 1, "tiles": tiles, "num_warps": 4, "num_stages": stages}
-    for tiles in (8, 16, 32)
-    for stages in (2, 3, 5)
+    {"rows": 1, "tiles": tiles, "num_warps": warps, "num_stages": stages, "registers": registers}
+    for warps, stages, registers in (
+        (4, 1, 0),
+        (4, 3, 0),
+        (4, 5, 0),
+        (4, 7, 0),
+        (4, 5, 96),
+        (4, 5, 80),
+        (4, 1, 80),
+        (8, 3, 0),
+        (8, 5, 0),
+    )
+    for tiles in (16, 32)
 ]
 CANDIDATES_MANY: Final[list[Config]] = [
-    {"rows": rows, "tiles": tiles, "num_warps": warps, "num_stages": stages}
-    for rows, warps in ((2, 4), (4, 4), (4, 8), (8, 8))
+    {"rows": rows, "tiles": tiles, "num_warps": warps, "num_stages": stages, "registers": 0}
+    for rows, warps, stages in (
+        (2, 4, 3),
+        (2, 4, 5),
+        (4, 4, 5),
+        (4, 8, 3),
+        (4, 8, 5),
+        (8, 8, 5),
+    )
     for tiles in (16, 32)
-    for stages in (2, 3)
 ]
-_DEFAULT: Final[Config] = {"rows": 1, "tiles": 8, "num_warps": 4, "num_stages": 3}
-_DEFAULT_MANY: Final[Config] = {"rows": 4, "tiles": 32, "num_warps": 8, "num_stages": 3}
+_DEFAULT: Final[Config] = {
+    "rows": 1,
+    "tiles": 32,
+    "num_warps": 4,
+    "num_stages": 5,
+    "registers": 0,
+}
+_DEFAULT_MANY: Final[Config] = _DEFAULT | {"rows": 4, "num_warps": 8}
 _PROGRAMS: Final = 528  # an H200 runs four on each of its multiprocessors
 _MANY_ROWS: Final = 512  # from here on rows usually share their sequence
 
@@ -137,16 +160,25 @@ def _shift(pointer, never, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _query_part(
-    queries, head, known, quad, PART: tl.constexpr, QUADS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """What belongs to `_keys` of the same part: bf16 [QUADS, COLUMNS], 2^32 times the query.
+def _query_parts(queries, head, known, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What belongs to `_keys` of each part: four of bf16 [QUADS, COLUMNS], 2^32 times the query.
 
     `head` counts the heads of all rows; it is read where `known`.
     """
-    source = head.to(tl.int64)[None, :] * (4 * QUADS) + (quad * 4 + PART)[:, None]
-    values = tl.load(queries + source, mask=known[None, :], other=0.0)
-    return (values.to(tl.float32) * 4294967296.0).to(tl.bfloat16)
+    source = head.to(tl.int64)[:, None] * (4 * QUADS) + tl.arange(0, 4 * QUADS)[None, :]
+    values = tl.load(queries + source, mask=known[:, None], other=0.0)
+    values = (values.to(tl.float32) * 4294967296.0).to(tl.bfloat16)
+    # Dimension ((group, i), pair), part -> place (i, group, pair), as in `_quad`.
+    values = values.reshape(COLUMNS, QUADS // 8, 4, 2, 2, 2).trans(2, 1, 3, 0, 4, 5)
+    even, odd = tl.split(values)
+    q0, q2 = tl.split(even)
+    q1, q3 = tl.split(odd)
+    return (
+        q0.reshape(QUADS, COLUMNS),
+        q1.reshape(QUADS, COLUMNS),
+        q2.reshape(QUADS, COLUMNS),
+        q3.reshape(QUADS, COLUMNS),
+    )
 
 
 @triton.jit
@@ -255,10 +287,7 @@ def _score_kernel(
     known = (column % HEADS < num_heads) & (start + column // HEADS < stop)
     known &= first * TILE < tl.max(seen_here)
     head = (start + column // HEADS) * num_heads + column % HEADS
-    q0 = _query_part(queries, head, known, quad, 0, QUADS, ROWS * HEADS)
-    q1 = _query_part(queries, head, known, quad, 1, QUADS, ROWS * HEADS)
-    q2 = _query_part(queries, head, known, quad, 2, QUADS, ROWS * HEADS)
-    q3 = _query_part(queries, head, known, quad, 3, QUADS, ROWS * HEADS)
+    q0, q1, q2, q3 = _query_parts(queries, head, known, QUADS, ROWS * HEADS)
     weights = tl.load(head_weights + head, mask=known, other=0.0).to(tl.bfloat16)
     weights = tl.broadcast_to(weights[None, :], (TILE, ROWS * HEADS))
     ones = tl.full((HEADS, 16), 1.0, tl.float32).to(tl.bfloat16)
@@ -343,8 +372,8 @@ def paged_scores(
         seqs: integers [R], the row of `block_table`.
         visible: integers [R], of the same type: entries that the row may see.
         num_entries_max: columns of the result, at most max_blocks * N.
-        settings: `rows` that are taken together, `tiles` a program, `num_warps`, `num_stages`. They
-            change no bit.
+        settings: `rows` that are taken together, `tiles` a program, `num_warps`, `num_stages`,
+            `registers`. They change no bit.
 
     Returns:
         bf16 values [R, num_entries_max] of type `out_dtype`; -inf from `visible` on.
@@ -395,6 +424,7 @@ def paged_scores(
         ROWS=use["rows"],
         STAGES=use["num_stages"],
         num_warps=use["num_warps"],
+        maxnreg=use["registers"] or None,
     )
     return out
 

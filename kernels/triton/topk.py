@@ -18,7 +18,7 @@ from phalanx.kernels.triton.configs import Config, config
 
 COUNT_MAX: Final = 2048  # a tile must be a few times larger, or its winners would not get fewer
 CANDIDATES: Final[list[Config]] = [
-    {"tile": tile, "num_warps": warps} for tile in (4096, 8192) for warps in (4, 8, 16)
+    {"tile": tile, "num_warps": warps} for tile, warps in ((4096, 8), (8192, 8), (8192, 16))
 ]
 _DEFAULT: Final[Config] = {"tile": 8192, "num_warps": 8}
 

@@ -17,8 +17,8 @@ from phalanx.kernels.triton.indexer import candidate_mask, paged_scores
 from phalanx.kernels.triton.topk import select_top
 
 HIDDEN = float("-inf")
-ONE_ROW: Config = {"rows": 1, "tiles": 2, "num_warps": 4, "num_stages": 3}
-FEW_ROWS: Config = {"rows": 4, "tiles": 3, "num_warps": 4, "num_stages": 2}
+ONE_ROW: Config = {"rows": 1, "tiles": 2, "num_warps": 4, "num_stages": 3, "registers": 0}
+FEW_ROWS: Config = {"rows": 4, "tiles": 3, "num_warps": 4, "num_stages": 2, "registers": 0}
 
 
 @dataclass(frozen=True)
