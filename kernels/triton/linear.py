@@ -5,7 +5,7 @@ stored, one byte a weight where they are FP8. With many rows it takes as long as
 
 Bound: every product of two values is exact (8 x 8 bits of mantissa, 8 x 24 for float32 weights) and
 the sums are float32, one rounding or cut for every 16 columns. On drawn values a result differs from
-the exact one by less than 2e-6 of the sum of its products' magnitudes, for K up to 20480 (tests);
+the exact one by less than 4e-6 of the sum of its products' magnitudes, for K up to 20480 (tests);
 `kernels.reference` adds in another order, within the same bound.
 
 Batch invariance: a row's bits depend on the row, the weight and `num_splits(N, K)`, on nothing else.
@@ -23,12 +23,15 @@ from phalanx.kernels.triton import linear_kernels
 from phalanx.kernels.triton.configs import Config, config
 
 _TILE: Final = 64  # weights of the smallest tile
-_PROGRAMS: Final = 128  # fill the GPU (132 multiprocessors on an H200)
+# What fills an H200's 132 multiprocessors: programs that dequantize wait less for memory than for
+# each other's arithmetic, so that two a multiprocessor hide more.
+_PROGRAMS: Final = 128
+_FP8_PROGRAMS: Final = 240
 _MIN_DEPTH: Final = 256  # columns that are worth a split of their own
 _MIN_FLOAT_DEPTH: Final = 512
 _MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
 _FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes them bf16
-_FEW: Final = 256  # rows up to which weights are not dequantized ahead
+_FEW: Final = 512  # rows up to which weights are not dequantized ahead
 
 
 def matmul_rows(
@@ -109,19 +112,24 @@ def q8_roundtrip(x: Tensor, *, settings: Config | None = None) -> Tensor:
     return out
 
 
-def num_splits(rows: int, depth: int, groups: int = 1) -> int:
+def num_splits(rows: int, depth: int, groups: int = 1, *, fp8: bool = True) -> int:
     """Parts of K that are summed apart and then added in order. A property of the weight's shape."""
     default = 1
     if groups * rows * depth >= _MIN_SIZE:
-        default = _splits(-(-rows // _TILE) * groups, depth, _MIN_DEPTH)
+        programs = _FP8_PROGRAMS if fp8 else _PROGRAMS
+        default = _splits(-(-rows // _TILE) * groups, depth, _MIN_DEPTH, programs)
     return config("splits", f"{groups}x{rows}x{depth}", {"splits": default})["splits"]
 
 
-def few_settings(num_rows: int) -> Config:
+def few_settings(num_rows: int, *, fp8: bool = True) -> Config:
     """Tiles for a product bound by its weights: BLOCK_R rows, BLOCK_N weights, BLOCK_K columns."""
     height = min(max(16, triton.next_power_of_2(num_rows)), 128)
-    narrow = {"BLOCK_R": height, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-    return narrow if height <= 32 else narrow | {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+    tiles = {"BLOCK_R": height, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
+    if height == 128:
+        return tiles | {"BLOCK_N": 128, "num_warps": 8}
+    if height == 64 and not fp8:
+        return tiles | {"BLOCK_K": 64, "num_stages": 5}
+    return tiles if fp8 else tiles | {"num_stages": 4}
 
 
 def many_settings() -> Config:
@@ -137,20 +145,25 @@ def float_settings(num_rows: int) -> Config:
     return tiles | ({"BLOCK_R": 64, "num_warps": 4} if few else {"BLOCK_R": 128, "num_warps": 8})
 
 
+def possible_splits(depth: int) -> list[int]:
+    """Into how many parts K may be cut."""
+    units = depth // _unit(depth)
+    return [parts for parts in range(1, units + 1) if units % parts == 0]
+
+
 def settings_key(num_rows: int, shape: tuple[int, ...]) -> str:
     """The name in the table of tiles for a weight [G, N, K] and about so many rows."""
     size = min(max(16, triton.next_power_of_2(num_rows)), 4096)
     return "x".join(map(str, shape)) + f" r{size}"
 
 
-def _splits(tiles: int, depth: int, smallest: int) -> int:
-    """The fewest equal parts of at least `smallest` columns that make `tiles` fill the GPU."""
-    splits, units = 1, depth // _unit(depth)
-    for candidate in range(2, depth // smallest + 1):
-        if tiles * splits >= _PROGRAMS:
+def _splits(tiles: int, depth: int, smallest: int, programs: int) -> int:
+    """The fewest parts of at least `smallest` columns that make so many programs of `tiles`."""
+    splits = 1
+    for parts in possible_splits(depth):
+        if tiles * splits >= programs or depth // parts < smallest:
             break
-        if units % candidate == 0:
-            splits = candidate
+        splits = parts
     return splits
 
 
@@ -199,9 +212,10 @@ def _product(
 def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
-    tiles = _settings("few_rows", num_rows, (groups, rows, depth), few_settings(num_rows), settings)
-    splits = (settings or {}).get("splits", num_splits(rows, depth, groups))
     fp8 = isinstance(weight, Fp8Matrix)
+    default = few_settings(num_rows, fp8=fp8)
+    tiles = _settings("few_rows", num_rows, (groups, rows, depth), default, settings)
+    splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
     codes = weight.codes.view(torch.int16) if isinstance(weight, Fp8Matrix) else weight
     if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
         x = x.to(torch.bfloat16)
@@ -234,7 +248,8 @@ def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Confi
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
     tiles = _settings("many_rows", num_rows, (groups, rows, depth), many_settings(), settings)
-    splits = (settings or {}).get("splits", num_splits(rows, depth, groups))
+    fp8 = isinstance(weight, Fp8Matrix)
+    splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
     x = x.to(torch.bfloat16)
     grid = (triton.cdiv(num_rows, tiles["BLOCK_R"]) * triton.cdiv(rows, tiles["BLOCK_N"]), groups)
     linear_kernels.many_rows[grid](
@@ -257,7 +272,7 @@ def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Conf
     num_rows, _, rows = out.shape
     depth = x.shape[2]
     tiles = _settings("float_rows", num_rows, (rows, depth), float_settings(num_rows), settings)
-    splits = _splits(triton.cdiv(rows, 32), depth, _MIN_FLOAT_DEPTH)
+    splits = _splits(triton.cdiv(rows, 32), depth, _MIN_FLOAT_DEPTH, _PROGRAMS)
     target = _parts(splits, out)
     grid = (triton.cdiv(num_rows, tiles["BLOCK_R"]), triton.cdiv(rows, tiles["BLOCK_N"]), splits)
     linear_kernels.float_rows[grid](
@@ -301,7 +316,7 @@ def _parts(splits: int, out: Tensor) -> Tensor:
 
 def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> None:
     if parts is not out:
-        block = 1024
+        block = 512
         linear_kernels.sum_splits[(triton.cdiv(out.numel(), block),)](
             parts,
             out,
@@ -314,10 +329,10 @@ def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> 
         )
 
 
-def _early(settings: Config | None) -> dict[str, bool]:
+def _early(settings: Config | None) -> dict[str, int]:
     """Whether a kernel is launched while the one before it still runs."""
-    early = (settings or {}).get("early", 0) == 1
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    early = (settings or {}).get("early", 0)
+    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": 0}
 
 
 def _tiles(settings: Config, *names: str) -> Config:

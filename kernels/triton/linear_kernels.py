@@ -177,12 +177,9 @@ def few_rows(
         w_at = w + w_row[:, None] * K + k[None, :]
         s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
-    if EARLY:  # weights are written by no kernel
-        if FP8:
-            at = w + w_row * (K // 2) + split * depth // 2
-            _prefetch(at.to(tl.int64), depth, BLOCK_N)
-        else:
-            _prefetch((w + w_row * K + split * depth).to(tl.int64), 2 * depth, BLOCK_N)
+    if EARLY == 2:  # weights are written by no kernel
+        at = w + w_row * (K // 2) + split * depth // 2 if FP8 else w + w_row * K + split * depth
+        _prefetch(at.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
     _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for _ in range(0, depth, BLOCK_K):
