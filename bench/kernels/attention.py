@@ -206,7 +206,7 @@ _WEIGHTS: Final = tuple(
 _VALUES: Final = tuple(
     {"parts": parts, "step": step, "values_warps": warps, "values_stages": stages}
     for parts, warps, step in ((2, 8, 64), (2, 8, 128), (4, 4, 64), (4, 4, 128), (8, 4, 64))
-    for stages in (1, 3)
+    for stages in (1, 5)
 )
 
 

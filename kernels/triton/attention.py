@@ -283,7 +283,7 @@ def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int)
     decides the order in which a tile's weights are summed.
     """
     shape = f"{heads}x{dim}x{window}+{topk}"
-    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 3}
+    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 5}
     weights = config("attention_weights", shape, {"weights_warps": 4, "weights_stages": 3})
     return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights
 
