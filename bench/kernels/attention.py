@@ -201,13 +201,22 @@ def _steps(rows: int, seqs: int) -> list[Step]:
 # --- Settings ------------------------------------------------------------------------------------
 
 _WEIGHTS: Final = tuple(
-    {"weights_warps": warps, "weights_stages": stages} for warps in (4, 8) for stages in (1, 2, 3)
+    {"pairs": pairs, "weights_warps": warps, "weights_stages": stages}
+    for pairs, warps, stages in ((32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 3))
 )
 _VALUES: Final = tuple(
     {"parts": parts, "step": step, "values_warps": warps, "values_stages": stages}
-    for parts, warps, step in ((2, 8, 64), (2, 8, 128), (4, 4, 64), (4, 4, 128), (8, 4, 64))
-    for stages in (1, 5)
+    for parts, step, warps, stages in (
+        (4, 64, 4, 5),
+        (4, 64, 4, 3),
+        (4, 32, 4, 7),
+        (4, 128, 4, 3),
+        (8, 64, 4, 5),
+        (2, 64, 8, 5),
+        (2, 128, 8, 3),
+    )
 )
+_CHUNKS: Final = tuple({"chunk": chunk} for chunk in (128, 256, 512, 1024))
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
@@ -216,7 +225,11 @@ def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
     weights = _best(_steps(64, 64), {}, _WEIGHTS)
     table: dict[str, Config] = {}
     for rows, seqs in ((1, 1), (16, 16), (64, 64), (256, 256), (PREFILL_ROWS, 1)):
-        table[f"{shape}:{row_limit(rows)}"] = _best(_steps(rows, seqs), weights, _VALUES)
+        steps = _steps(rows, seqs)
+        best = table[f"{shape}:{row_limit(rows)}"] = _best(steps, weights, _VALUES)
+        if rows == PREFILL_ROWS:
+            best |= _best(steps, weights | best, _CHUNKS)
+        _tell_split(steps[0], weights | best)
     return {"attention_weights": {shape: weights}, "attention": table}
 
 
@@ -228,6 +241,18 @@ def _best(steps: list[Step], base: Config, candidates: tuple[Config, ...]) -> Co
             file=sys.stderr,
         )
     return candidates[min(timed, key=lambda i: timed[i])]
+
+
+def _tell_split(step: Step, settings: Config) -> None:
+    """How much of the time each of the two kernels takes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            step.attend(settings)
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        if event.key.endswith("_kernel"):
+            us = event.device_time_total / event.count
+            print(f"  {event.key}: {us:.1f} us, {event.count} times", file=sys.stderr)
 
 
 def _timed(

@@ -12,10 +12,7 @@ from phalanx.kernels.reference.quant import compressed_bytes, window_bytes
 from phalanx.kernels.triton.attention_kernels import values_kernel, weights_kernel
 from phalanx.kernels.triton.configs import Config, config
 
-# Part of the results' bits:
-TILE: Final = 128  # slots whose weights have a scale and a sum
-PAIRS: Final = 64  # pairs of dimensions that a score adds at a time
-ROW_CHUNK: Final = 1024  # rows whose weights exist at a time: 84 MB of the full model
+TILE: Final = 128  # slots whose weights are relative to one score; part of the results' bits
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,10 @@ def sparse_attention(
     Nothing of a slot without a position is read. Records lie at even addresses; at multiples of 16 they
     are read faster.
 
-    Against the reference: a weight is rounded to bf16 here and there, but relative to different
-    powers of two. So an element differs by at most 2^-7 times (the weighted mean of its vectors'
-    magnitudes, plus its own): what roundings of weights and result allow. All else is in float32.
+    Against the reference: weights are rounded to bf16 relative to the same largest score, the rest is
+    float32 in another order, so nearly all elements are equal. Where a last bit of float32 moves a
+    weight or the result to the other side of a rounding, an element differs by at most 2^-7 times
+    (the weighted mean of its vectors' magnitudes, plus its own).
 
     A row's bits depend on itself, on H, d, window, and top-k alone.
     """
@@ -213,8 +211,8 @@ def _attend(
     )
     window_tiles = triton.cdiv(rows.window + rows.block, TILE)
     tiles = window_tiles + triton.cdiv(rows.topk, TILE)
-    chunk = min(num_rows, ROW_CHUNK)
-    weights = queries.new_empty((chunk, heads, tiles * TILE), dtype=torch.bfloat16)
+    chunk = min(num_rows, launch["chunk"])
+    weights = queries.new_empty((chunk, heads, tiles * TILE), dtype=torch.float32)
     places = queries.new_empty((chunk, tiles * TILE), dtype=torch.int64)
     tops = queries.new_empty((chunk, tiles, heads), dtype=torch.float32)
     totals = torch.empty_like(tops)
@@ -245,11 +243,13 @@ def _attend(
             BLOCK=rows.block,
             TOPK=rows.topk,
             ENTRIES=rows.compressed.shape[1],
-            PAIRS=min(PAIRS, dim // 2),
+            PAIRS=min(launch["pairs"], dim // 2),
             SEQS=rows.seqs is not None,
             WIDE=queries.dtype == torch.float32,
+            ALIGNMENT=rows.alignment,
             num_warps=launch["weights_warps"],
             num_stages=launch["weights_stages"],
+            enable_fp_fusion=False,  # scores are rounded before their largest is subtracted
             **shape,
         )
         values_kernel[(dim // 2 // pairs, head_tiles, count)](
@@ -278,13 +278,16 @@ def _attend(
 def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int) -> Config:
     """Settings for a shape. Only those that change no bit depend on the number of rows.
 
-    `parts` is the programs that share a row's dimensions in the second kernel and `step` the slots that
-    they take at a time; the others are warps and pipeline stages of the two kernels. `weights_warps`
-    decides the order in which a tile's weights are summed.
+    `parts` is the programs that share a row's dimensions in the second kernel and `step` the slots
+    that they take at a time; `chunk` is the rows whose weights exist at a time, 164 kB each in the full
+    model; `pairs` is the pairs of dimensions that a score adds at a time. The others
+    are warps and pipeline stages of the two kernels. `pairs` and `weights_warps` decide orders of
+    summation.
     """
     shape = f"{heads}x{dim}x{window}+{topk}"
-    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 5}
-    weights = config("attention_weights", shape, {"weights_warps": 4, "weights_stages": 3})
+    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 5, "chunk": 512}
+    weights = {"pairs": 32, "weights_warps": 4, "weights_stages": 3}
+    weights = config("attention_weights", shape, weights)
     return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights
 
 

@@ -1,10 +1,9 @@
 """The two kernels of attention over cache records, and how they read a record.
 
-The first gives every slot of a row a weight: scores over all dimensions, then 2^(x - top) with one
-whole number `top` for every tile of a head's slots. The second decodes the records once more and sums
-them up, each program a part of the dimensions. Powers of two bring the tiles to one scale without
-rounding, so a weight has the bits that it would have with the row's largest `top` from the start, and
-no choice of how the work is divided changes a bit of a result.
+The first gives every slot of a row a weight: the score over all dimensions, then e^(score - top) with
+one `top` for every tile of a head's slots. The second brings a row's tiles to the largest `top` of all,
+rounds the weights to bf16, decodes the records once more and sums them up, each program a part of the
+dimensions. How the work is divided changes no bit of a result, but the size of a tile.
 
 Both decode a record into its even and its odd dimensions, apart: so two e2m1 codes lie in a byte, two
 e4m3 codes in 16 bits, and the two halves of a rotary pair in two tensors.
@@ -24,7 +23,6 @@ PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 _ENTRY_BOOST = tl.constexpr(128.0)
 _UP_120 = tl.constexpr(2.0**120)
 _UP_119 = tl.constexpr(2.0**119)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 _NOWHERE = tl.constexpr(-1e30)  # the `top` of a tile without a slot
 
 # Two e4m3 pairs (even, odd, even, odd) -> bf16 even, even and odd, odd. 0x7b80 is 2^120.
@@ -190,15 +188,31 @@ def _entry_places(
 
 
 @triton.jit
-def _window_values(record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr):
+def _scale_bytes(record, there, at, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """COUNT bytes of each record from byte `at` on, a multiple of COUNT: int32 [slots, COUNT]."""
+    byte = tl.arange(0, COUNT)
+    # As one word: only copies of four bytes and more can be under way during the work before.
+    if COUNT == 8 and ALIGNMENT % 8 == 0:
+        word = tl.load(record.to(tl.pointer_type(tl.int64)) + at // 8, mask=there, other=0)
+        return (word[:, None] >> (8 * byte)[None, :]).to(tl.int32) & 0xFF
+    if COUNT <= 4 and ALIGNMENT % 4 == 0:
+        word = tl.load(record.to(tl.pointer_type(tl.int32)) + at // 4, mask=there, other=0)
+        return (word[:, None] >> (8 * (at % 4 + byte))[None, :]) & 0xFF
+    place = record[:, None] + (at + byte)[None, :]
+    return tl.load(place, mask=there[:, None], other=0).to(tl.int32)
+
+
+@triton.jit
+def _window_values(
+    record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr
+):
     """Pairs part * PAIRS.. of window records: even and odd dimensions, bf16 [slots, PAIRS] each."""
     GROUPS: tl.constexpr = PAIRS // 16
     pair = part * PAIRS + tl.arange(0, PAIRS)
     words = record.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :]
     words = tl.load(words, mask=there[:, None], other=0)
-    group = DIM + part * GROUPS + tl.arange(0, GROUPS)
-    scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0)
-    scale = (scale.to(tl.int16) << 7).to(tl.bfloat16, bitcast=True)
+    scale = _scale_bytes(record, there, DIM + part * GROUPS, GROUPS, ALIGNMENT)
+    scale = (scale << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
     words = tl.reshape(words, (words.shape[0], GROUPS, 16))
     even, odd = _fp8_pairs(words, tl.broadcast_to(scale[:, :, None], words.shape))
     shape: tl.constexpr = (words.shape[0], PAIRS)
@@ -206,13 +220,14 @@ def _window_values(record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _entry_values(record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr):
+def _entry_values(
+    record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr
+):
     """The same of compressed records, times 1 / _ENTRY_BOOST."""
     GROUPS: tl.constexpr = PAIRS // 8
     pair = part * PAIRS + tl.arange(0, PAIRS)
     codes = tl.load(record[:, None] + pair[None, :], mask=there[:, None], other=0)
-    group = DIM // 2 + part * GROUPS + tl.arange(0, GROUPS)
-    scale = tl.load(record[:, None] + group[None, :], mask=there[:, None], other=0).to(tl.int32)
+    scale = _scale_bytes(record, there, DIM // 2 + part * GROUPS, GROUPS, ALIGNMENT)
     scale = ((scale & 0x80) << 24) | ((scale & 0x7F) << 20)
     scale = _rounded(scale.to(tl.float32, bitcast=True) * _UP_120 * _UP_119)
     codes = tl.reshape(codes, (codes.shape[0], GROUPS, 8))
@@ -226,8 +241,9 @@ def _queries(queries, place, mask, part, PAIRS: tl.constexpr, WIDE: tl.constexpr
     """Pairs part * PAIRS.. of queries at `place` (in pairs): even and odd dimensions, bf16."""
     place += part * PAIRS + tl.arange(0, PAIRS)[None, :]
     if WIDE:
-        even = _rounded(tl.load(queries + 2 * place, mask=mask, other=0.0))
-        odd = _rounded(tl.load(queries + 2 * place + 1, mask=mask, other=0.0))
+        both = tl.load(queries.to(tl.pointer_type(tl.int64)) + place, mask=mask, other=0)
+        even = _rounded(both.to(tl.int32).to(tl.float32, bitcast=True))
+        odd = _rounded((both >> 32).to(tl.int32).to(tl.float32, bitcast=True))
     else:
         both = tl.load(queries.to(tl.pointer_type(tl.int32)) + place, mask=mask, other=0)
         even = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -246,16 +262,16 @@ def _store_weights(
     scores, there, record, weights, places, tops, totals, tile, head,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, NUM_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile's weights: bf16 to `weights`, their unrounded sum to `totals`, their scale to `tops`."""
-    x = tl.where(there[None, :], scores, float("-inf"))
-    top = tl.maximum(tl.ceil(tl.max(x, axis=1)), _NOWHERE)
-    weight = tl.exp2(x - top[:, None])
+    """A tile's weights, not rounded, their sum, and the score that they are relative to."""
+    scores = tl.where(there[None, :], scores, float("-inf"))
+    top = tl.maximum(tl.max(scores, axis=1), _NOWHERE)
+    weight = tl.exp(scores - top[:, None])
     mask = head < HEADS
     tl.store(tops + tile * HEADS + head, top, mask=mask)
     tl.store(totals + tile * HEADS + head, tl.sum(weight, axis=1), mask=mask)
     slot = tile * SLOTS + tl.arange(0, SLOTS)
     place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
-    tl.store(place, _rounded(weight), mask=mask[:, None])
+    tl.store(place, weight, mask=mask[:, None])
     # Every tile of heads writes the same.
     tl.store(places + slot, tl.where(there, record.to(tl.int64), 0))
 
@@ -298,6 +314,7 @@ def weights_kernel(
     PAIRS: tl.constexpr,
     SEQS: tl.constexpr,
     WIDE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Weights of a tile of one row's slots: grid (TILES, ceil(HEADS / HEAD_TILE), rows).
 
@@ -314,7 +331,6 @@ def weights_kernel(
     places += local * NUM_SLOTS
     tops += local * TILES * HEADS
     totals += local * TILES * HEADS
-    factor = scale * _LOG2_E
     scores = tl.zeros((HEAD_TILE, SLOTS), dtype=tl.float32)
     if tile < WINDOW_TILES:
         slot = tl.load(slots + row).to(tl.int64)
@@ -327,10 +343,10 @@ def weights_kernel(
         )  # fmt: skip
         for part in range(DIM // 2 // PAIRS):
             queries_even, queries_odd = _queries(queries, query, mask, part, PAIRS, WIDE)
-            even, odd = _window_values(record, there, part, DIM, PAIRS)
+            even, odd = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
             scores = _scored(scores, queries_even, queries_odd, even, odd)
         _store_weights(
-            scores * factor, there, record, weights, places, tops, totals, tile, head,
+            scores * scale, there, record, weights, places, tops, totals, tile, head,
             HEADS, SLOTS, NUM_SLOTS,
         )  # fmt: skip
     elif TOPK > 0:
@@ -341,31 +357,26 @@ def weights_kernel(
         )  # fmt: skip
         for part in range(DIM // 2 // PAIRS):
             queries_even, queries_odd = _queries(queries, query, mask, part, PAIRS, WIDE)
-            even, odd = _entry_values(record, there, part, DIM, PAIRS)
+            even, odd = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
             scores = _scored(scores, queries_even, queries_odd, even, odd)
         _store_weights(
-            scores * (factor * _ENTRY_BOOST), there, record, weights, places, tops, totals, tile,
+            scores * (scale * _ENTRY_BOOST), there, record, weights, places, tops, totals, tile,
             head, HEADS, SLOTS, NUM_SLOTS,
         )  # fmt: skip
 
 
 @triton.jit
-def _scaled_weights(
-    weights, tops, slot, tile, head, top, boost, HEADS: tl.constexpr, NUM_SLOTS: tl.constexpr
-):
-    """Weights of some slots of a tile, times boost, at the row's scale: bf16, nothing is rounded."""
-    mask = head < HEADS
-    own = tl.load(tops + tile * HEADS + head, mask=mask, other=_NOWHERE)
-    place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
-    weight = tl.load(place, mask=mask[:, None], other=0.0)
-    return _operand(_rounded(_widened(weight) * (_power(own - top) * boost)[:, None]))
+def _tile_factor(tops, tile, head, top, HEADS: tl.constexpr):
+    """What the weights of a tile are to be multiplied by, float32 [heads]."""
+    return tl.exp(tl.load(tops + tile * HEADS + head, mask=head < HEADS, other=_NOWHERE) - top)
 
 
 @triton.jit
-def _power(exponent):
-    """2^exponent of whole numbers from -126 to 0, float32; zero below."""
-    bits = tl.maximum(exponent, -127.0).to(tl.int32) + 127
-    return (bits << 23).to(tl.float32, bitcast=True)
+def _rounded_weights(weights, slot, head, factor, HEADS: tl.constexpr, NUM_SLOTS: tl.constexpr):
+    """Weights of some slots of a tile relative to the row's largest score, bf16 [heads, slots]."""
+    place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
+    weight = tl.load(place, mask=(head < HEADS)[:, None], other=0.0)
+    return _rounded(weight * factor[:, None])
 
 
 @triton.jit
@@ -420,28 +431,27 @@ def values_kernel(
         other=_NOWHERE,
     )
     top = tl.where(mask, tl.max(all_tops, axis=0), 0.0)
-    total = tl.exp2(tl.load(sink + head, mask=mask, other=0.0) * _LOG2_E - top)
+    total = tl.exp(tl.load(sink + head, mask=mask, other=0.0) - top)
     for i in tl.static_range(TILES):
-        own = tl.load(tops + i * HEADS + head, mask=mask, other=_NOWHERE)
-        total += tl.load(totals + i * HEADS + head, mask=mask, other=0.0) * _power(own - top)
+        more = tl.load(totals + i * HEADS + head, mask=mask, other=0.0)
+        total += more * _tile_factor(tops, i, head, top, HEADS)
     sum_even = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
     sum_odd = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
     for i in range(WINDOW_TILES * SLOTS // STEP):
         slot = i * STEP + tl.arange(0, STEP)
         record, there = _records(places, slot, ALIGNMENT)
-        even, odd = _window_values(record, there, part, DIM, PAIRS)
-        weight = _scaled_weights(
-            weights, tops, slot, i * STEP // SLOTS, head, top, 1.0, HEADS, NUM_SLOTS
-        )
+        even, odd = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
+        factor = _tile_factor(tops, i * STEP // SLOTS, head, top, HEADS)
+        weight = _operand(_rounded_weights(weights, slot, head, factor, HEADS, NUM_SLOTS))
         sum_even = tl.dot(weight, _operand(even), sum_even)
         sum_odd = tl.dot(weight, _operand(odd), sum_odd)
     for i in range(WINDOW_TILES * SLOTS // STEP, TILES * SLOTS // STEP):
         slot = i * STEP + tl.arange(0, STEP)
         record, there = _records(places, slot, ALIGNMENT)
-        even, odd = _entry_values(record, there, part, DIM, PAIRS)
-        weight = _scaled_weights(
-            weights, tops, slot, i * STEP // SLOTS, head, top, _ENTRY_BOOST, HEADS, NUM_SLOTS
-        )
+        even, odd = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
+        factor = _tile_factor(tops, i * STEP // SLOTS, head, top, HEADS)
+        factor *= _ENTRY_BOOST
+        weight = _operand(_rounded_weights(weights, slot, head, factor, HEADS, NUM_SLOTS))
         sum_even = tl.dot(weight, _operand(even), sum_even)
         sum_odd = tl.dot(weight, _operand(odd), sum_odd)
     even = _widened(_rounded(sum_even / total[:, None]))

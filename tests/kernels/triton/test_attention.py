@@ -16,8 +16,8 @@ from phalanx.kernels.reference.quant import (
 from phalanx.kernels.reference.rope import RopeTable, frequencies, rope_table, rotate
 from phalanx.kernels.triton.attention import block_attention, sparse_attention
 
-# One program for all of a row: the interpreter takes its time for each.
-FEW = {"parts": 1, "step": 128}
+# The interpreter takes its time for each program: few of them.
+FEW = None if torch.cuda.is_available() else {"parts": 1, "step": 128, "chunk": 3}
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,7 @@ def entry_part(step: Rows) -> tuple[Tensor, Tensor]:
     return decode_compressed(record), empty
 
 
-def close(
-    got: Tensor, step: Rows, parts: list[tuple[Tensor, Tensor]], *, slack: float = 1.0
-) -> bool:
+def close(got: Tensor, step: Rows, parts: list[tuple[Tensor, Tensor]]) -> bool:
     """Whether a result is within the docstring's bound of the reference, every element."""
     want = sink_attention(step.queries.float(), parts, step.sink, step.scale)
     vectors = torch.cat([v for v, _ in parts], dim=1).double()
@@ -171,8 +169,9 @@ def close(
     sink = step.sink.double().expand(len(scores), -1)[..., None]
     shares = torch.softmax(torch.cat((scores, sink), dim=-1), dim=-1)[..., :-1]
     mean = torch.einsum("rhn,rnd->rhd", shares, vectors.abs())
-    bound = slack * 2**-7 * (mean + want.abs()) + 1e-5 * mean
-    return bool(((got.double() - want).abs() <= bound).all())
+    bound = 2**-7 * (mean + want.abs()) + 1e-5 * mean
+    few = (got != want).float().mean() < 0.01
+    return bool(few and ((got.double() - want).abs() <= bound).all())
 
 
 STEP = [(0, 1), (40, 1), (7, 2)]  # first tokens, decode, verification
@@ -186,7 +185,7 @@ def test_attention_is_close_to_the_reference(device: torch.device) -> None:
     step = rows(device, STEP)
     got = step.attend()
     assert close(got, step, parts(step))
-    assert not close(got, step, parts(step), slack=1e-3)
+    assert not close(got * (1 + 2**-6), step, parts(step))
     assert torch.equal(got, got.bfloat16().float())
 
 
@@ -263,16 +262,6 @@ def test_a_row_is_the_same_as_decode_and_as_prefill(device: torch.device) -> Non
         alone = replace(step.take([row]), within=torch.zeros(1, dtype=torch.int64, device=device))
         assert torch.equal(replace(alone, ring=ring).attend(), whole[row : row + 1])
         ring[step.slots[0], row % ring.shape[1]] = step.records[row]
-
-
-def test_the_order_of_entries_is_all_that_a_result_depends_on(device: torch.device) -> None:
-    """The control: another order of the same entries is another order of the same sums."""
-    count = 64 if device.type == "cuda" else 1  # few elements fall to the other side of a rounding
-    step = rows(device, [(600, count)], topk=256, window=1, heads=64, dim=256)
-    turned = replace(step, chosen=step.chosen.flip(1))
-    got, want = turned.attend(), step.attend()
-    assert close(got, step, parts(step))
-    assert not torch.equal(got, want)
 
 
 def test_settings_change_no_bit(device: torch.device) -> None:
@@ -368,7 +357,7 @@ def test_full_model_whatever_the_settings() -> None:
         (8, 32, 4, 2),
     ):
         settings = {"parts": parts_, "step": at_once, "values_warps": warps}
-        settings |= {"values_stages": stages, "weights_stages": stages}
+        settings |= {"values_stages": stages, "weights_stages": min(stages, 3)}
         assert torch.equal(step.attend(settings=settings), want)
 
 
@@ -386,7 +375,7 @@ def test_full_model_draft_blocks() -> None:
 def test_full_model_prompt_of_more_rows_than_a_chunk() -> None:
     step = full_model(torch.device("cuda"), [(700, 1500)])
     whole = step.attend()
-    for some in (range(6), range(1020, 1030), range(1400, 1500)):
+    for some in (range(6), range(508, 518), range(1400, 1500)):
         few = list(some)
         ring = step.ring.clone()
         at = torch.arange(max(0, few[0] - 127), few[0], device="cuda")
@@ -394,3 +383,14 @@ def test_full_model_prompt_of_more_rows_than_a_chunk() -> None:
         part = step.take(few)
         part = replace(part, ring=ring, within=torch.arange(len(few), device="cuda"))
         assert torch.equal(part.attend(), whole[few])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_full_model_in_another_order_of_entries() -> None:
+    """The control: the same sums in another order do differ, in a few of two million elements."""
+    step = full_model(torch.device("cuda"), [(5000, 64)])
+    turned = replace(step, chosen=step.chosen.flip(1))
+    got, want = turned.attend(), step.attend()
+    assert close(got, step, parts(step))
+    assert not torch.equal(got, want)
