@@ -77,7 +77,7 @@ def test_mix_is_near_its_definition(device: torch.device, dim: int, iters: int) 
 
 
 def test_a_rows_mix_is_its_own(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    h, weights = random(18, 4, 192).to(device), moved(weights_of(192), device)
+    h, weights = random(7, 4, 192).to(device), moved(weights_of(192), device)
     assert isinstance(weights, MixWeights)
     h[4], h[5] = float("nan"), float("inf")
 
@@ -86,13 +86,13 @@ def test_a_rows_mix_is_its_own(device: torch.device, monkeypatch: pytest.MonkeyP
         return hyper.mix(h[some], weights, iters=1, hc_eps=HC_EPS, eps=EPS, settings=settings)
 
     whole = run(slice(None))
-    for some, rows in (([17], 64), ([3, 0, 2], 64), ([3, 0, 17], 128)):
+    for some, rows in (([6], 64), ([3, 0, 2], 64), ([3, 0, 6], 128)):
         assert_same(run(some, rows), part(whole, some))
     monkeypatch.setattr(hyper, "_FEW_ROWS", 0)  # several rows to a finishing program
-    assert_same(run([0, 17, 7]), part(whole, [0, 17, 7]))
+    assert_same(run([0, 6, 1]), part(whole, [0, 6, 1]))
     monkeypatch.setattr(hyper, "_PART", 3)  # a control: another order of summation is seen
-    other = run([0, 17, 7])
-    assert any(not torch.equal(getattr(other, n), getattr(whole, n)[[0, 17, 7]]) for n in NAMES)
+    other = run([0, 6, 1])
+    assert any(not torch.equal(getattr(other, n), getattr(whole, n)[[0, 6, 1]]) for n in NAMES)
     empty = run(slice(0))
     assert empty.pre.shape == (0, 4) and empty.comb.shape == (0, 4, 4)
 
