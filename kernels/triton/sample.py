@@ -34,7 +34,6 @@ from phalanx.kernels.triton.sample_parts import (
     HIGHEST,
     LOWEST,
     best_cut,
-    compact,
     draw,
     key_logit,
     nucleus_cut,
@@ -186,8 +185,8 @@ def _shape(vocab: int, force_top_k: int, settings: Config) -> dict[str, Any]:
         "K": kept,
         "TOP": top,
         "ROOM": room,
-        "FIRST": max(slots * lanes, 4 * top),  # the lanes, and later four lists of TOP
-        "WORK": max(slots * lanes, 4 * top) + room,
+        "FIRST": max(slots * lanes, 2 * top),  # the lanes, and later two lists of TOP
+        "WORK": max(slots * lanes, 2 * top) + room,
         "SAMPLE": sample_size if vocab > room else 0,
         "LEAST": max(1, int(0.97 * aim)),
         "MOST": max(1, int(1.03 * aim)),
@@ -307,32 +306,17 @@ def _choose(
     LANES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The token of a row that has `count` candidates at FIRST in its work space. The four lists of
+    """The token of a row that has `count` candidates at FIRST in its work space. The two lists of
     TOP before them take the place of the lanes."""
     limit = tl.where((top_k > 0) & (top_k < K), top_k, K).to(tl.int32)
-    cut, last, top_key = best_cut(work + FIRST, count, limit, pivot_key, V, ROOM)
-    candidates = work + FIRST
+    found = work + FIRST
     weights = work + TOP
-    lanes: tl.constexpr = min(LANES, TOP)
-    if count > limit:
-        count = compact(
-            candidates, weights, count, cut, last, 0.0, work, weights, zero, False, lanes
-        )
-        tl.debug_barrier()
-        candidates = work
-    weigh(candidates, count, top_key, temperature, weights, CHUNK)
-    if (top_p < 1) | (min_p > 0):
-        tl.debug_barrier()
-        cut = tl.full((), LOWEST, tl.int32)
-        last = tl.full((), V, tl.int32)
-        if top_p < 1:
-            cut, last = nucleus_cut(candidates, weights, count, top_key, top_p, V, TOP)
-        least = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
-        chosen = work + 2 * TOP
-        count = compact(
-            candidates, weights, count, cut, last, least, chosen, chosen + TOP, zero, True, lanes
-        )
-        candidates = chosen
-        weights = chosen + TOP
+    cut, last, top_key = best_cut(found, count, limit, pivot_key, V, ROOM)
+    count = weigh(found, count, cut, last, top_key, temperature, work, weights, zero, LANES)
     tl.debug_barrier()
-    return draw(candidates, weights, count, row_key, V, CHUNK)
+    cut = tl.full((), LOWEST, tl.int32)
+    last = tl.full((), V, tl.int32)
+    if top_p < 1:
+        cut, last = nucleus_cut(work, weights, count, top_key, top_p, V, TOP)
+    least_weight = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
+    return draw(work, weights, count, cut, last, least_weight, row_key, V, CHUNK)

@@ -21,6 +21,10 @@ _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIFORM_STEP = tl.constexpr(2.0**-52)
 _MASS_SCALE = tl.constexpr(2.0**44)
+_SHORT = tl.constexpr(13)  # 8192 masses of at most 2**31 stay below the bit
+_COUNT_BIT = tl.constexpr(45)  # from which on their number is counted
+_ONE = tl.constexpr(1 << 45)
+_SUM_BITS = tl.constexpr((1 << 45) - 1)
 
 
 @triton.jit
@@ -70,25 +74,50 @@ def splitmix(start, number):
 @triton.jit
 def count_cut(keys, low, high, least, most):
     """The largest cut in low..high that at least `least` keys reach, or any that at most `most`
-    reach as well. `low` is the answer when none does. int64, as are the bounds."""
+    reach as well. `low` is the answer when none does. int64, as are the bounds.
+
+    A step counts at two points; the counts, below 2**15, share an integer.
+    """
     while low < high:
-        middle = low + (high - low + 1) // 2
-        count = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0)
-        enough = count >= least
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, tl.where(count <= most, middle, high), middle - 1)
+        third = (high - low + 2) // 3
+        near = low + third
+        far = tl.minimum(near + third, high)
+        meet = tl.where(keys >= near.to(tl.int32), 1, 0) + tl.where(
+            keys >= far.to(tl.int32), 1 << 16, 0
+        )
+        both = tl.sum(meet, 0)
+        at_near, at_far = both & 0xFFFF, both >> 16
+        beyond = at_far >= least
+        low = tl.where(beyond, far, tl.where(at_near >= least, near, low))
+        count = tl.where(beyond, at_far, at_near)
+        above = tl.where(beyond, high, tl.where(at_near >= least, far - 1, near - 1))
+        high = tl.where((count >= least) & (count <= most), low, above)
     return low
 
 
 @triton.jit
-def mass_cut(keys, masses, low, high, needed):
-    """The largest cut in low..high such that the keys that reach it weigh at least `needed`;
-    `low` when none does. int64."""
-    while low < high:
+def mass_cut(keys, masses, count, low, high, needed):
+    """A cut in low..high that is met by the fewest keys that weigh at least `needed`; `low` when
+    all `count` do not. int64.
+
+    A step sums how many meet the middle together with their masses, 13 bits shorter; where those
+    do not decide, it sums the masses. One key between the bounds is the last one needed.
+    """
+    many = count
+    few = tl.zeros((), tl.int32)
+    while (low < high) & (many - few != 1):
         middle = low + (high - low + 1) // 2
-        enough = tl.sum(tl.where(keys >= middle.to(tl.int32), masses, 0), 0) >= needed
+        meet = keys >= middle.to(tl.int32)
+        both = tl.sum(tl.where(meet, (masses >> _SHORT) + _ONE, 0), 0)
+        met = (both >> _COUNT_BIT).to(tl.int32)
+        least = (both & _SUM_BITS) << _SHORT
+        if (least < needed) & (least + (met.to(tl.int64) << _SHORT) > needed):
+            least = tl.sum(tl.where(meet, masses, 0), 0)
+        enough = least >= needed
         low = tl.where(enough, middle, low)
+        many = tl.where(enough, met, many)
         high = tl.where(enough, high, middle - 1)
+        few = tl.where(enough, few, met)
     return low
 
 
@@ -140,89 +169,87 @@ def nucleus_cut(
     needed = tl.ceil(top_p * tl.sum(masses, 0).to(tl.float64))
     needed = tl.maximum(needed, 1.0).to(tl.int64)
     lowest = tl.min(tl.where(inside, keys, top_key), 0).to(tl.int64)
-    cut = mass_cut(keys, masses, lowest, top_key.to(tl.int64), needed).to(tl.int32)
+    cut = mass_cut(keys, masses, count, lowest, top_key.to(tl.int64), needed).to(tl.int32)
     above = tl.sum(tl.where(keys > cut, masses, 0), 0)
     own = tl.max(tl.where(keys == cut, masses, 0), 0)
-    # Equal logits weigh the same: so many of them are needed. Weightless ones never end a prefix.
+    # Equal logits weigh the same: so many of them are needed. Weightless ones never end a prefix,
+    # and no key need equal the cut.
     ties = tl.minimum((needed - above + own - 1) // tl.maximum(own, 1), TOP)
     last = last_tie(keys, candidates, cut, tl.where(own > 0, ties, TOP).to(tl.int32), V)
     return cut, last
 
 
 @triton.jit
-def compact(
+def meets(candidates, keys, cut, last):
+    return (keys > cut) | ((keys == cut) & (candidates.to(tl.int32) <= last))
+
+
+@triton.jit
+def weigh(
+    candidates_in,
+    count,
+    cut,
+    last,
+    top_key,
+    temperature,
+    candidates_out,
+    weights_out,
+    zero,
+    LANES: tl.constexpr,
+):
+    """Copy the candidates that meet the cut side by side, and write their weights:
+    `exp((logit - max) / temperature)`, float64, as the int64 of their bits. Returns how many.
+
+    A lane counts its own first: one scan over the lanes then gives every one its places.
+    """
+    lane = lane_ids(zero, LANES)
+    hits = tl.zeros([LANES], tl.int32)
+    for start in range(0, count, LANES):
+        inside = start + lane < count
+        candidates = tl.load(candidates_in + start + lane, mask=inside, other=0)
+        take = meets(candidates, candidate_keys(candidates), cut, last) & inside
+        hits += take.to(tl.int32)
+    place = tl.cumsum(hits, 0) - hits
+    maximum = key_logit(top_key).to(tl.float64)
+    for start in range(0, count, LANES):
+        inside = start + lane < count
+        candidates = tl.load(candidates_in + start + lane, mask=inside, other=0)
+        keys = candidate_keys(candidates)
+        take = meets(candidates, keys, cut, last) & inside
+        keys = tl.where(take, keys, top_key)
+        weights = tl.exp((key_logit(keys).to(tl.float64) - maximum) / temperature)
+        tl.store(candidates_out + place, candidates, mask=take)
+        tl.store(weights_out + place, weights.to(tl.int64, bitcast=True), mask=take)
+        place += take.to(tl.int32)
+    return tl.sum(hits, 0)
+
+
+@triton.jit
+def draw(
     candidates_in,
     weights_in,
     count,
     cut,
     last,
     least_weight,
-    candidates_out,
-    weights_out,
-    zero,
-    WEIGHED: tl.constexpr,
-    LANES: tl.constexpr,
+    row_key,
+    V: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Copy the candidates that meet the cut; with WEIGHED also their weights, of those that weigh
-    enough. Returns how many.
-
-    A lane counts its own first: one scan over the lanes then gives every one its places.
-    """
-    hits = tl.zeros([LANES], tl.int32)
-    for start in range(0, count, LANES):
-        at = start + lane_ids(zero, LANES)
-        inside = at < count
-        candidates = tl.load(candidates_in + at, mask=inside, other=0)
-        keys = candidate_keys(candidates)
-        take = (keys > cut) | ((keys == cut) & (candidates.to(tl.int32) <= last))
-        if WEIGHED:
-            weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
-            take &= weights >= least_weight
-        hits += (take & inside).to(tl.int32)
-    total = tl.sum(hits, 0)
-    place = tl.cumsum(hits, 0) - hits
-    for start in range(0, count, LANES):
-        at = start + lane_ids(zero, LANES)
-        inside = at < count
-        candidates = tl.load(candidates_in + at, mask=inside, other=0)
-        keys = candidate_keys(candidates)
-        take = (keys > cut) | ((keys == cut) & (candidates.to(tl.int32) <= last))
-        take &= inside
-        if WEIGHED:
-            bits = tl.load(weights_in + at, mask=inside, other=0)
-            take &= bits.to(tl.float64, bitcast=True) >= least_weight
-            tl.store(weights_out + place, bits, mask=take)
-        tl.store(candidates_out + place, candidates, mask=take)
-        place += take.to(tl.int32)
-    return total
-
-
-@triton.jit
-def weigh(candidates_in, count, top_key, temperature, weights_out, CHUNK: tl.constexpr):
-    """Write the weights `exp((logit - max) / temperature)`: float64, as the int64 of their bits."""
-    maximum = key_logit(top_key).to(tl.float64)
-    for start in range(0, count, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        inside = at < count
-        candidates = tl.load(candidates_in + at, mask=inside, other=0)
-        keys = tl.where(inside, candidate_keys(candidates), top_key)
-        weights = tl.exp((key_logit(keys).to(tl.float64) - maximum) / temperature)
-        tl.store(weights_out + at, weights.to(tl.int64, bitcast=True), mask=inside)
-
-
-@triton.jit
-def draw(candidates_in, weights_in, count, row_key, V: tl.constexpr, CHUNK: tl.constexpr):
-    """The id whose exponential clock rings first; the lower of equals."""
+    """The id whose exponential clock rings first, among the candidates that meet the cut and weigh
+    enough; the lower of equals."""
     best = tl.full([CHUNK], float("inf"), tl.float64)
     winner = tl.full([CHUNK], V, tl.int32)
     for start in range(0, count, CHUNK):
         at = start + tl.arange(0, CHUNK)
         inside = at < count
-        ids = tl.load(candidates_in + at, mask=inside, other=0).to(tl.int32)
+        candidates = tl.load(candidates_in + at, mask=inside, other=0)
         weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
+        ids = candidates.to(tl.int32)
+        rings = meets(candidates, candidate_keys(candidates), cut, last)
+        rings &= (weights > 0) & (weights >= least_weight)  # weight 0 waits for ever
         word = splitmix(row_key, ids.to(tl.uint64)) >> 12
         noise = -tl.log((word.to(tl.int64).to(tl.float64) + 0.5) * _UNIFORM_STEP)
-        rings = weights > 0  # weight 0 waits for ever
         time = tl.where(rings, noise / tl.where(rings, weights, 1.0), float("inf"))
         sooner = (time < best) | ((time == best) & (ids < winner))
         winner = tl.where(sooner & rings, ids, winner)

@@ -174,13 +174,17 @@ def gather_lanes(lanes_in, hits, ban, candidates_out, zero, LANES: tl.constexpr)
     """Copy the candidates of all lanes side by side; the banned one with a logit of -inf."""
     place = tl.cumsum(hits, 0) - hits
     lane = lane_ids(zero, LANES)
-    for slot in range(tl.max(hits, 0)):
-        there = slot < hits
-        candidates = tl.load(lanes_in + slot * LANES + lane, mask=there, other=0)
-        candidates = tl.where(
-            candidates.to(tl.int32) == ban, NO_LOGIT | ban.to(tl.int64), candidates
-        )
-        tl.store(candidates_out + place + slot, candidates, mask=there)
+    for slot in range(0, tl.max(hits, 0), 4):
+        here, there = lanes_in + slot * LANES + lane, candidates_out + place + slot
+        a = tl.load(here, mask=slot < hits, other=0)
+        b = tl.load(here + LANES, mask=slot + 1 < hits, other=0)
+        c = tl.load(here + 2 * LANES, mask=slot + 2 < hits, other=0)
+        d = tl.load(here + 3 * LANES, mask=slot + 3 < hits, other=0)
+        dead = NO_LOGIT | ban.to(tl.int64)
+        tl.store(there, tl.where(a.to(tl.int32) == ban, dead, a), mask=slot < hits)
+        tl.store(there + 1, tl.where(b.to(tl.int32) == ban, dead, b), mask=slot + 1 < hits)
+        tl.store(there + 2, tl.where(c.to(tl.int32) == ban, dead, c), mask=slot + 2 < hits)
+        tl.store(there + 3, tl.where(d.to(tl.int32) == ban, dead, d), mask=slot + 3 < hits)
 
 
 @triton.jit
