@@ -462,7 +462,7 @@ def _block_maxima_kernel(
     entry = block[:, None] * SIZE + inner[None, :]
     inside = (inner < SIZE)[None, :] & (entry < num_entries)
     key = tl.max(ordered_key(load_bits(scores + row * score_stride + entry, inside)), axis=1)
-    bits = tl.where(key < 0, key ^ 0x7FFF, key)
+    bits = tl.where(key < 0, 0x8000 - key, key)
     seen = tl.load(visible + row)
     bits = tl.where((seen > 0) & (block == (seen - 1) // SIZE), 0x7F80, bits)
     value = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)

@@ -17,20 +17,31 @@ from torch import Tensor
 from phalanx.kernels.triton.configs import Config, config
 
 COUNT_MAX: Final = 2048  # a tile must be a few times larger, or its winners would not get fewer
+# `registers` limits those of a thread, so that more programs fit; 0 leaves it to the compiler.
 CANDIDATES: Final[list[Config]] = [
-    {"tile": tile, "num_warps": warps} for tile, warps in ((4096, 8), (8192, 8), (8192, 16))
+    {"tile": tile, "num_warps": warps, "registers": registers}
+    for tile, warps, registers in (
+        (8192, 16, 64),
+        (8192, 16, 0),
+        (8192, 8, 96),
+        (8192, 32, 32),
+        (4096, 8, 64),
+    )
 ]
-_DEFAULT: Final[Config] = {"tile": 8192, "num_warps": 8}
+_DEFAULT: Final[Config] = {"tile": 8192, "num_warps": 16, "registers": 64}
 
 _INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
-_HIDDEN: Final = tl.constexpr(-32641)  # the ordered key of -inf
+_HIDDEN: Final = tl.constexpr(-0x7F80)  # the ordered key of -inf
 
 
 @triton.jit
 def ordered_key(bits):
-    """int32 bits of a bf16 value (sign-extended) -> int32 that sorts by value; both zeros are one."""
-    bits = tl.where(bits == -32768, 0, bits)
-    return tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    """int32 bits of a bf16 value (sign-extended) -> int32 that sorts by value; both zeros are 0.
+
+    The magnitude with its sign: bits are sign and magnitude, integers two's complement.
+    """
+    sign = bits >> 31
+    return (bits ^ (sign & 0x7FFF)) - sign
 
 
 @triton.jit
@@ -144,7 +155,7 @@ def select_top(
         scores: bf16, or float32 that holds bf16 values, [R, E]; the last dimension contiguous.
         count: at most COUNT_MAX.
         candidates: bool [R, E]; entries outside count as -inf. None: all are candidates.
-        settings: `tile` (a power of two), `num_warps`; they change no result.
+        settings: `tile` (a power of two), `num_warps`, `registers`; they change no result.
 
     Returns:
         int64 [R, count], filled up with -1 at the end.
@@ -184,6 +195,7 @@ def select_top(
             MASKED=candidates is not None and listed is None,
             LISTED=listed is not None,
             num_warps=min(use["num_warps"], max(1, tile // 128)),
+            maxnreg=use["registers"] or None,
         )
         if num_tiles == 1:
             return chosen
