@@ -64,6 +64,7 @@ class _Case:
             self.seqs,
             self.visible,
             self.num_entries,
+            rows_per_seq=self.num_rows // len(self.table),
             settings=settings,
         )
 

@@ -57,7 +57,9 @@ _DEFAULT: Final[Config] = {
     "num_stages": 5,
     "registers": 0,
 }
+_DEFAULT_PAIRS: Final[Config] = _DEFAULT | {"rows": 2}
 _DEFAULT_MANY: Final[Config] = _DEFAULT | {"rows": 4, "num_warps": 8}
+_DEFAULTS: Final = {"": _DEFAULT, "_pairs": _DEFAULT_PAIRS, "_many": _DEFAULT_MANY}
 _PROGRAMS: Final = 528  # an H200 runs four on each of its multiprocessors
 _MANY_ROWS: Final = 512  # from here on rows usually share their sequence
 
@@ -339,9 +341,15 @@ def _store(target, total, mask):
     tl.store(target, total.to(target.dtype.element_ty), mask=mask)
 
 
-def settings_key(num_rows: int, num_heads: int, dim: int) -> str:
+def _kind(num_rows: int, rows_per_seq: int) -> str:
+    if num_rows >= _MANY_ROWS:
+        return "_many"
+    return "_pairs" if rows_per_seq > 1 else ""
+
+
+def settings_key(num_rows: int, num_heads: int, dim: int, rows_per_seq: int = 1) -> str:
     """The key of `paged_scores` in the table of settings."""
-    return f"{num_heads}x{dim}" + ("_many" if num_rows >= _MANY_ROWS else "")
+    return f"{num_heads}x{dim}{_kind(num_rows, rows_per_seq)}"
 
 
 def paged_scores(
@@ -353,6 +361,7 @@ def paged_scores(
     visible: Tensor,
     num_entries_max: int,
     *,
+    rows_per_seq: int = 1,
     out_dtype: torch.dtype = torch.bfloat16,
     settings: Config | None = None,
 ) -> Tensor:
@@ -372,6 +381,8 @@ def paged_scores(
         seqs: integers [R], the row of `block_table`.
         visible: integers [R], of the same type: entries that the row may see.
         num_entries_max: columns of the result, at most max_blocks * N.
+        rows_per_seq: neighbouring rows that mostly share a sequence, where there are few rows in
+            all: such rows are taken in pairs. A hint; it changes no bit.
         settings: `rows` that are taken together, `tiles` a program, `num_warps`, `num_stages`,
             `registers`. They change no bit.
 
@@ -392,8 +403,9 @@ def paged_scores(
     if out.numel() == 0:
         return out
     keys = index_keys.view(torch.int16)
-    default = _DEFAULT_MANY if num_rows >= _MANY_ROWS else _DEFAULT
-    use = settings or config("paged_scores", settings_key(num_rows, num_heads, dim), default)
+    default = _DEFAULTS[_kind(num_rows, rows_per_seq)]
+    key = settings_key(num_rows, num_heads, dim, rows_per_seq)
+    use = settings or config("paged_scores", key, default)
     tile = min(128, entries & -entries)
     num_groups, num_tiles = triton.cdiv(num_rows, use["rows"]), triton.cdiv(num_entries_max, tile)
     each = use["tiles"]

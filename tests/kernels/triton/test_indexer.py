@@ -320,6 +320,7 @@ def test_scores_at_the_model_dimensions(block: int, columns: int) -> None:
     torch.manual_seed(0)
     arguments, num_entries = model_case([1, 6, 30, 2, 1], columns, block)
     got = paged_scores(*arguments, num_entries)
+    assert torch.equal(paged_scores(*arguments, num_entries, rows_per_seq=2), got)
     for row in range(0, 40, 5):
         assert close(got[row].float().cpu(), model_expected(arguments, num_entries, row))
     for settings in (
