@@ -212,6 +212,8 @@ def _sweep(limits: Ceilings) -> Iterator[Figure]:
             (128, 128, 4, 3),
             (128, 128, 8, 3),
             (128, 64, 8, 4),
+            (64, 256, 4, 2),
+            (64, 256, 4, 3),
         )
     ]
     few_splits = {
@@ -233,10 +235,11 @@ def _sweep(limits: Ceilings) -> Iterator[Figure]:
                 for count in splits:
                     settings = {**tiles, "splits": count, "many": 0}
                     yield from _tried(limits, case, f"{label} / {count}", settings)
-            for early in (1, 2):
+            for early, last in ((0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
                 for count in splits:
-                    settings = {"early": early, "splits": count, "many": 0}
-                    yield from _tried(limits, case, f"early {early} / {count}", settings)
+                    settings = {"early": early, "last": last, "splits": count, "many": 0}
+                    label = f"early {early} last {last} / {count}"
+                    yield from _tried(limits, case, label, settings)
     for name in ("wo_b", "q_kv", "wq_b"):
         for num_rows in (128, 256, 512, 1024):
             case = _Case(by_name[name], num_rows)
@@ -264,6 +267,7 @@ _FEW_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
 )
 _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},

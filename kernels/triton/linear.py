@@ -31,6 +31,8 @@ _MIN_DEPTH: Final = 256  # columns that are worth a split of their own
 _MIN_FLOAT_DEPTH: Final = 512
 _MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
 _FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes them bf16
+_EARLY: Final = 0  # whether a kernel is launched while the one before it still runs
+_LAST: Final = 0  # whether the last program of a tile adds its splits up, where that is possible
 _FEW: Final = 512  # rows up to which weights are not dequantized ahead
 
 
@@ -68,8 +70,12 @@ def linear(
 
     Args: x bf16 or float32 [R, K], weight [N, K]. Returns [R, N].
     """
-    quantized = q8_roundtrip(x, settings=settings)
-    return matmul_rows(quantized, weight, rounded=True, out_dtype=out_dtype, settings=settings)
+    counters = None
+    if (settings or {}).get("last", _LAST) and x.shape[0] <= _FEW:
+        tiles = triton.cdiv(weight.shape[0], _TILE) * triton.cdiv(x.shape[0], 16)
+        counters = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    quantized = q8_roundtrip(x, counters=counters, settings=settings).unsqueeze(1)
+    return _product(quantized, weight, True, out_dtype, settings, counters).squeeze(1)
 
 
 def grouped_linear(
@@ -91,20 +97,30 @@ def grouped_linear(
     return _product(x, weights, True, out_dtype, settings).flatten(1)
 
 
-def q8_roundtrip(x: Tensor, *, settings: Config | None = None) -> Tensor:
-    """What is left of x after Q8, as bf16: [R, K] -> [R, K]. Equal to the reference for finite x."""
+def q8_roundtrip(
+    x: Tensor, *, counters: Tensor | None = None, settings: Config | None = None
+) -> Tensor:
+    """What is left of x after Q8, as bf16: [R, K] -> [R, K]. Equal to the reference for finite x.
+
+    `counters`, int32 of any number, are set to zero by the way.
+    """
     rows, depth = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((rows, depth), dtype=torch.bfloat16, device=x.device)
     if rows:
         block = min(triton.next_power_of_2(depth), 2048)
-        linear_kernels.q8_rows[(rows, triton.cdiv(depth, block))](
+        grid = (rows, triton.cdiv(depth, block))
+        zeros = 0 if counters is None else triton.cdiv(counters.numel(), grid[0] * grid[1])
+        linear_kernels.q8_rows[grid](
             x,
             out,
+            out if counters is None else counters,
             rows,
             depth,
             x.stride(0),
+            0 if counters is None else counters.numel(),
+            ZEROS=0 if zeros == 0 else max(128, triton.next_power_of_2(zeros)),
             BLOCK_K=block,
             num_warps=4,
             **_early(settings),
@@ -179,13 +195,21 @@ def _settings(
 ) -> Config:
     """What the table says of a weight's shape at about so many rows, else the default."""
     chosen = config(operation, settings_key(num_rows, shape), default) | (override or {})
-    return chosen | {"BLOCK_K": min(chosen["BLOCK_K"], _unit(shape[-1]))}
+    return chosen
 
 
 def _product(
-    x: Tensor, weight: Matrix, rounded: bool, out_dtype: torch.dtype, settings: Config | None
+    x: Tensor,
+    weight: Matrix,
+    rounded: bool,
+    out_dtype: torch.dtype,
+    settings: Config | None,
+    counters: Tensor | None = None,
 ) -> Tensor:
-    """x [R, G, K] and weights [G, N, K] or [G * N, K] -> [R, G, N]."""
+    """x [R, G, K] and weights [G, N, K] or [G * N, K] -> [R, G, N].
+
+    With a zero in `counters` for every tile the splits are added up without a kernel of their own.
+    """
     num_rows, groups, depth = x.shape
     columns = weight.shape[-1]
     rows = weight.shape[:-1].numel() // groups
@@ -205,11 +229,18 @@ def _product(
     elif (settings or {}).get("many", num_rows > _FEW):
         _many(x, weight, out, rounded, settings)
     else:
-        _few(x, weight, out, rounded, settings)
+        _few(x, weight, out, rounded, settings, counters)
     return out
 
 
-def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
+def _few(
+    x: Tensor,
+    weight: Matrix,
+    out: Tensor,
+    rounded: bool,
+    settings: Config | None,
+    counters: Tensor | None,
+) -> None:
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
     fp8 = isinstance(weight, Fp8Matrix)
@@ -219,7 +250,8 @@ def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config
     codes = weight.codes.view(torch.int16) if isinstance(weight, Fp8Matrix) else weight
     if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
         x = x.to(torch.bfloat16)
-    target = _parts(splits, out)
+    parts = _parts(splits, out)
+    last = splits if counters is not None and splits > 1 else 0
     grid = (
         triton.cdiv(rows, tiles["BLOCK_N"]),
         triton.cdiv(num_rows, tiles["BLOCK_R"]),
@@ -229,19 +261,23 @@ def _few(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config
         x,
         codes,
         weight.scales if isinstance(weight, Fp8Matrix) else codes,
-        target,
+        out if last else parts,
+        parts,
+        parts if counters is None else counters,
         num_rows,
         rows,
         depth,
         x.stride(0),
         GROUPS=groups,
         SPLITS=splits,
+        ROUND=int(rounded and (splits == 1 or last > 0)),
+        LAST=last,
         FP8=fp8,
         **_early(settings),
-        ROUND=int(rounded and splits == 1),
-        **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
+        **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N"),
     )
-    _sum(target, out, rounded, settings)
+    if not last:
+        _sum(parts, out, rounded, settings)
 
 
 def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
@@ -264,7 +300,7 @@ def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Confi
         SPLITS=splits,
         ROUND=int(rounded),
         WHOLE=splits == 1,
-        **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K", "BAND"),
+        **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N", "BAND"),
     )
 
 
@@ -285,7 +321,7 @@ def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Conf
         x.stride(0),
         SPLITS=splits,
         ROUND=int(rounded and splits == 1),
-        **_tiles(tiles, "BLOCK_R", "BLOCK_N", "BLOCK_K"),
+        **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N"),
     )
     _sum(target, out, rounded, settings)
 
@@ -331,10 +367,11 @@ def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> 
 
 def _early(settings: Config | None) -> dict[str, int]:
     """Whether a kernel is launched while the one before it still runs."""
-    early = (settings or {}).get("early", 0)
+    early = 0 if linear_kernels.INTERPRETED.value else (settings or {}).get("early", _EARLY)
     return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": 0}
 
 
-def _tiles(settings: Config, *names: str) -> Config:
-    """The settings that a kernel takes, with those of the launch."""
-    return {name: settings[name] for name in (*names, "num_warps", "num_stages")}
+def _tiles(settings: Config, depth: int, *names: str) -> Config:
+    """The settings that a kernel takes for splits of `depth` columns, with those of the launch."""
+    taken = {name: settings[name] for name in (*names, "BLOCK_K", "num_warps", "num_stages")}
+    return taken | {"BLOCK_K": min(taken["BLOCK_K"], depth & -depth)}

@@ -136,7 +136,9 @@ def few_rows(
     x,  # bf16 or float32 [R, G, K]
     w,  # int16 (words of two codes) [G, N, K / 2] or bf16 [G, N, K]
     scales,  # uint8 [G, ceil(N/32), K/32], or anything
-    out,  # [S, R, G, N]
+    out,  # [R, G, N], or without LAST [S, R, G, N]
+    parts,  # float32 [S, R, G, N], with LAST
+    counters,  # int32 zeros, one for each tile of the result, with LAST
     R,
     N,
     K,
@@ -144,6 +146,7 @@ def few_rows(
     GROUPS,
     SPLITS,
     ROUND,  # whether to round to bf16 values
+    LAST: tl.constexpr,  # SPLITS if the last of a tile's programs adds the splits up, else 0
     FP8: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -178,8 +181,8 @@ def few_rows(
         s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
     if EARLY == 2:  # weights are written by no kernel
-        at = w + w_row * (K // 2) + split * depth // 2 if FP8 else w + w_row * K + split * depth
-        _prefetch(at.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
+        begin = w + w_row * (K // 2) + split * depth // 2 if FP8 else w + w_row * K + split * depth
+        _prefetch(begin.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
     _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     for _ in range(0, depth, BLOCK_K):
@@ -194,9 +197,23 @@ def few_rows(
         rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
         acc = _dot(weight, tl.trans(rows), acc)
         x_at += BLOCK_K
-    row = (split * R + r).to(tl.int64) * GROUPS + group
+    first_at = (r.to(tl.int64) * GROUPS + group)[None, :] * N + n[:, None]
+    size = R.to(tl.int64) * GROUPS * N
     mask = (r[None, :] < R) & (n[:, None] < N)
-    _store(out + row[None, :] * N + n[:, None], acc, mask, ROUND)
+    if LAST:
+        tl.store(parts + split * size + first_at, acc, mask=mask)
+        tl.debug_barrier()  # all of the tile is written before it is counted
+        tile = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
+        before = tl.atomic_add(counters + tile + tl.program_id(0), 1, sem="acq_rel")
+        if before == LAST - 1:
+            # Whoever is last adds them in the one order, its own from memory like the others.
+            total = tl.load(parts + first_at, mask=mask, other=0.0, cache_modifier=".cg")
+            for other in tl.static_range(1, LAST):
+                at = parts + other * size + first_at
+                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+            _store(out + first_at, total, mask, ROUND)
+    else:
+        _store(out + split * size + first_at, acc, mask, ROUND)
 
 
 @triton.jit(do_not_specialize=["R", "GROUPS", "SPLITS", "ROUND"])
@@ -324,10 +341,25 @@ def dequantize(w, scales, out, N, K, BLOCK_K: tl.constexpr):
     tl.store(out + at, _dequantize(words, factors), mask=n[:, None] < N)
 
 
-@triton.jit(do_not_specialize=["R"])
-def q8_rows(x, out, R, K, stride_x, EARLY: tl.constexpr, BLOCK_K: tl.constexpr):
+@triton.jit(do_not_specialize=["R", "num_counters"])
+def q8_rows(
+    x,
+    out,
+    counters,  # int32, set to zero on the way
+    R,
+    K,
+    stride_x,
+    num_counters,
+    ZEROS: tl.constexpr,  # of each program
+    EARLY: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Q8 and back (`kernels.reference.quant.q8_roundtrip`), bf16. Grid: (R, ceil(K / BLOCK_K))."""
     _after_the_last_kernel(EARLY)
+    if ZEROS:
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        place = program * ZEROS + tl.arange(0, ZEROS)
+        tl.store(counters + place, tl.zeros((ZEROS,), tl.int32), mask=place < num_counters)
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = k < K

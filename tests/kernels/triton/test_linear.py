@@ -96,6 +96,18 @@ def test_linear(device: torch.device) -> None:
     assert torch.equal(ops.linear(x, weight, out_dtype=torch.bfloat16).float(), result)
 
 
+def test_the_last_program_adds_in_the_same_order(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "num_splits", lambda *_, **__: 3)
+    for num_rows, rows in ((1, 40), (70, 140)):
+        weight, x = fp8(rows, 96, device), values(num_rows, 96, device=device)
+        expected = ops.linear(x, weight, settings={"last": 0})
+        for again in range(60 if device.type == "cuda" else 1):
+            result = ops.linear(x, weight, settings={"last": 1, "early": again % 3})
+            assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 @pytest.mark.parametrize("few", [0, 256])
 def test_grouped_linear(
