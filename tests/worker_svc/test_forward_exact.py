@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from forward_world import SHAPES, World, alone, weights_of
+from forward_world import DEVICE, SHAPES, World, alone, weights_of
 from torch import Tensor
 
 from phalanx.kernels.reference import indexer
@@ -152,28 +152,28 @@ class SpreadExperts:
         weights = weights_of(shape)
         config = weights.config
         depth = config.num_hidden_layers + config.draft_stages
-        counts = [weights.expert_stack(layer)[0].shape[0] for layer in range(depth)]
+        counts = [len(weights.slots(layer)) for layer in range(depth)]
         self.slots = [
             [self._choose.sample(range(count), count) for count in counts] for _ in range(3)
         ]
         directory = weights._checkpoint.directory
-        self._ranks = [load_checkpoint(directory, slots) for slots in self.slots]
+        self._ranks = [load_checkpoint(directory, slots, device=DEVICE) for slots in self.slots]
 
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
     ) -> Tensor:
         num_rows, num_topk = topk_idx.shape
-        out = torch.empty((num_rows * num_topk, x.shape[1]), dtype=torch.bfloat16)
+        out = x.new_empty((num_rows * num_topk, x.shape[1]))
         pairs = list(range(num_rows * num_topk))
         self._choose.shuffle(pairs)
         for rank in range(3):
-            mine = torch.tensor(pairs[rank::3], dtype=torch.int64)
+            mine = torch.tensor(pairs[rank::3], dtype=torch.int64, device=x.device)
             slot_of = {expert: slot for slot, expert in enumerate(self.slots[rank][layer])}
             slots = [slot_of[expert] for expert in topk_idx.flatten()[mine].tolist()]
             out[mine] = run_expert_pairs(
                 self._ranks[rank],
                 layer,
-                torch.tensor(slots, dtype=torch.int64),
+                torch.tensor(slots, dtype=torch.int64, device=x.device),
                 x[mine // num_topk],
                 topk_weights.flatten()[mine],
             )
@@ -318,7 +318,7 @@ class BrokenExperts:
         return (*topk_idx.shape, x.shape[1])
 
     def combine(self, handle: tuple[int, ...]) -> Tensor:
-        return torch.full(handle, self._value, dtype=torch.bfloat16)
+        return torch.full(handle, self._value, dtype=torch.bfloat16, device=DEVICE)
 
 
 @ALL
