@@ -202,21 +202,22 @@ def _steps(rows: int, seqs: int) -> list[Step]:
 
 _WEIGHTS: Final = tuple(
     {"pairs": pairs, "weights_warps": warps, "weights_stages": stages}
-    for pairs, warps, stages in ((32, 4, 3), (32, 4, 4), (32, 8, 3), (64, 4, 2), (64, 8, 3))
+    for pairs, warps, stages in ((32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 8, 3))
 )
 _VALUES: Final = tuple(
     {"parts": parts, "step": step, "values_warps": warps, "values_stages": stages}
     for parts, step, warps, stages in (
         (4, 64, 4, 5),
         (4, 64, 4, 3),
-        (4, 32, 4, 7),
         (4, 128, 4, 3),
         (8, 64, 4, 5),
+        (2, 64, 4, 5),
         (2, 64, 8, 5),
         (2, 128, 8, 3),
     )
 )
-_CHUNKS: Final = tuple({"chunk": chunk} for chunk in (128, 256, 512, 1024))
+_OVERLAPS: Final[tuple[Config, ...]] = ({"overlap": 0}, {"overlap": 1})
+_CHUNKS: Final[tuple[Config, ...]] = ({"chunk": 128}, {"chunk": 256}, {"chunk": 512})
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
@@ -224,11 +225,16 @@ def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
     shape = f"{HEADS}x{DIM}x{WINDOW}+{TOPK}"
     weights = _best(_steps(64, 64), {}, _WEIGHTS)
     table: dict[str, Config] = {}
-    for rows, seqs in ((1, 1), (16, 16), (64, 64), (256, 256), (PREFILL_ROWS, 1)):
+    overlap: Config = {}
+    for rows, seqs in ((64, 64), (1, 1), (16, 16), (256, 256), (PREFILL_ROWS, 1)):
         steps = _steps(rows, seqs)
-        best = table[f"{shape}:{row_limit(rows)}"] = _best(steps, weights, _VALUES)
+        best = _best(steps, weights, _VALUES)
+        if rows == 64:
+            overlap = _best(steps, weights | best, _OVERLAPS)
+        best = best | overlap
         if rows == PREFILL_ROWS:
-            best |= _best(steps, weights | best, _CHUNKS)
+            best = best | _best(steps, weights | best, _CHUNKS)
+        table[f"{shape}:{row_limit(rows)}"] = best
         _tell_split(steps[0], weights | best)
     return {"attention_weights": {shape: weights}, "attention": table}
 

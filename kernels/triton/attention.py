@@ -225,6 +225,8 @@ def _attend(
         "WINDOW_TILES": window_tiles,
         "TILES": tiles,
         "SLOTS": TILE,
+        "ALIGNMENT": rows.alignment,
+        "OVERLAP": launch["overlap"],
     }
     pairs = max(16, dim // 2 // launch["parts"])
     for start in range(0, num_rows, chunk):
@@ -246,7 +248,6 @@ def _attend(
             PAIRS=min(launch["pairs"], dim // 2),
             SEQS=rows.seqs is not None,
             WIDE=queries.dtype == torch.float32,
-            ALIGNMENT=rows.alignment,
             num_warps=launch["weights_warps"],
             num_stages=launch["weights_stages"],
             enable_fp_fusion=False,  # scores are rounded before their largest is subtracted
@@ -266,9 +267,9 @@ def _attend(
             STEP=launch["step"],
             PAIRS=pairs,
             ROPE=0 if cos is None else cos.shape[1],
-            ALIGNMENT=rows.alignment,
             num_warps=launch["values_warps"],
             num_stages=launch["values_stages"],
+            launch_pdl=bool(launch["overlap"]),
             enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
             **shape,
         )
@@ -280,12 +281,13 @@ def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int)
 
     `parts` is the programs that share a row's dimensions in the second kernel and `step` the slots
     that they take at a time; `chunk` is the rows whose weights exist at a time, 164 kB each in the full
-    model; `pairs` is the pairs of dimensions that a score adds at a time. The others
+    model; `overlap` starts the second kernel while the first one ends; `pairs` is the pairs of dimensions that a score adds at a time. The others
     are warps and pipeline stages of the two kernels. `pairs` and `weights_warps` decide orders of
     summation.
     """
     shape = f"{heads}x{dim}x{window}+{topk}"
-    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 5, "chunk": 512}
+    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 5}
+    default |= {"chunk": 512, "overlap": 0}
     weights = {"pairs": 32, "weights_warps": 4, "weights_stages": 3}
     weights = config("attention_weights", shape, weights)
     return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights

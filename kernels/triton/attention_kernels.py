@@ -14,6 +14,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter knows no machine instructions, multiplies no bf16 and cuts off where it should round.
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -91,6 +92,21 @@ def _rounded(x):
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _exp(x):
+    """e^x; what is below 2^-126 may become zero."""
+    if PLAIN:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [x * 1.4426950408889634],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -265,7 +281,7 @@ def _store_weights(
     """A tile's weights, not rounded, their sum, and the score that they are relative to."""
     scores = tl.where(there[None, :], scores, float("-inf"))
     top = tl.maximum(tl.max(scores, axis=1), _NOWHERE)
-    weight = tl.exp(scores - top[:, None])
+    weight = _exp(scores - top[:, None])
     mask = head < HEADS
     tl.store(tops + tile * HEADS + head, top, mask=mask)
     tl.store(totals + tile * HEADS + head, tl.sum(weight, axis=1), mask=mask)
@@ -315,11 +331,14 @@ def weights_kernel(
     SEQS: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Weights of a tile of one row's slots: grid (TILES, ceil(HEADS / HEAD_TILE), rows).
 
     Dimensions are added PAIRS pairs at a time, first the even and then the odd ones.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     tile = tl.program_id(0)
     local = tl.program_id(2).to(tl.int64)
     row = local + first_row
@@ -368,7 +387,7 @@ def weights_kernel(
 @triton.jit
 def _tile_factor(tops, tile, head, top, HEADS: tl.constexpr):
     """What the weights of a tile are to be multiplied by, float32 [heads]."""
-    return tl.exp(tl.load(tops + tile * HEADS + head, mask=head < HEADS, other=_NOWHERE) - top)
+    return _exp(tl.load(tops + tile * HEADS + head, mask=head < HEADS, other=_NOWHERE) - top)
 
 
 @triton.jit
@@ -409,11 +428,14 @@ def values_kernel(
     PAIRS: tl.constexpr,
     ROPE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """2 * PAIRS dimensions of one row's result, STEP slots at a time.
 
     Grid (DIM / 2 / PAIRS, ceil(HEADS / HEAD_TILE), rows).
     """
+    if OVERLAP:
+        gdc_wait()  # for the first kernel, whose last programs leave room for those of this one
     part = tl.program_id(0)
     local = tl.program_id(2).to(tl.int64)
     row = local + first_row
@@ -431,7 +453,7 @@ def values_kernel(
         other=_NOWHERE,
     )
     top = tl.where(mask, tl.max(all_tops, axis=0), 0.0)
-    total = tl.exp(tl.load(sink + head, mask=mask, other=0.0) - top)
+    total = _exp(tl.load(sink + head, mask=mask, other=0.0) - top)
     for i in tl.static_range(TILES):
         more = tl.load(totals + i * HEADS + head, mask=mask, other=0.0)
         total += more * _tile_factor(tops, i, head, top, HEADS)

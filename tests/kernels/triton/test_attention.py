@@ -358,6 +358,7 @@ def test_full_model_whatever_the_settings() -> None:
     ):
         settings = {"parts": parts_, "step": at_once, "values_warps": warps}
         settings |= {"values_stages": stages, "weights_stages": min(stages, 3)}
+        settings |= {"overlap": int(warps == 4), "chunk": 7 * warps}
         assert torch.equal(step.attend(settings=settings), want)
 
 
