@@ -22,43 +22,65 @@ from phalanx.kernels.reference.quant import index_key_bytes
 from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.topk import load_bits, ordered_key, select_top
 
-# `registers` limits those of a thread, so that more programs fit; 0 leaves it to the compiler.
+# `tile` is the entries of a product, `tiles` what a program takes of them; `registers` limits those
+# of a thread, so that more programs fit, and 0 leaves them to the compiler.
 CANDIDATES: Final[list[Config]] = [
-    {"rows": 1, "tiles": tiles, "num_warps": warps, "num_stages": stages, "registers": registers}
-    for warps, stages, registers in (
-        (4, 1, 0),
-        (4, 3, 0),
-        (4, 5, 0),
-        (4, 7, 0),
-        (4, 5, 96),
-        (4, 5, 80),
-        (4, 1, 80),
-        (8, 3, 0),
-        (8, 5, 0),
+    {
+        "rows": 1,
+        "tile": tile,
+        "tiles": 4096 // tile,
+        "num_warps": warps,
+        "num_stages": stages,
+        "registers": registers,
+    }
+    for tile, warps, stages, registers in (
+        (128, 4, 1, 80),
+        (128, 4, 5, 0),
+        (128, 4, 7, 0),
+        (128, 4, 5, 96),
+        (128, 4, 5, 80),
+        (128, 4, 7, 80),
+        (128, 8, 5, 0),
+        (128, 8, 7, 0),
+        (64, 4, 1, 0),
+        (64, 4, 5, 0),
+        (64, 4, 7, 0),
+        (64, 4, 9, 0),
     )
-    for tiles in (16, 32)
 ]
 CANDIDATES_MANY: Final[list[Config]] = [
-    {"rows": rows, "tiles": tiles, "num_warps": warps, "num_stages": stages, "registers": 0}
-    for rows, warps, stages in (
-        (2, 4, 3),
-        (2, 4, 5),
-        (4, 4, 5),
-        (4, 8, 3),
-        (4, 8, 5),
-        (8, 8, 5),
+    {
+        "rows": rows,
+        "tile": tile,
+        "tiles": entries // tile,
+        "num_warps": warps,
+        "num_stages": stages,
+        "registers": 0,
+    }
+    for rows, tile, warps, stages in (
+        (2, 64, 4, 5),
+        (2, 128, 4, 5),
+        (4, 64, 4, 3),
+        (4, 64, 4, 5),
+        (4, 128, 4, 3),
+        (4, 128, 4, 5),
+        (4, 128, 8, 5),
+        (8, 64, 4, 3),
+        (8, 64, 4, 5),
+        (8, 128, 8, 5),
     )
-    for tiles in (16, 32)
+    for entries in (4096, 8192)
 ]
 _DEFAULT: Final[Config] = {
     "rows": 1,
+    "tile": 128,
     "tiles": 32,
     "num_warps": 4,
     "num_stages": 5,
     "registers": 0,
 }
 _DEFAULT_PAIRS: Final[Config] = _DEFAULT | {"rows": 2}
-_DEFAULT_MANY: Final[Config] = _DEFAULT | {"rows": 4, "num_warps": 8}
+_DEFAULT_MANY: Final[Config] = _DEFAULT | {"rows": 4}
 _DEFAULTS: Final = {"": _DEFAULT, "_pairs": _DEFAULT_PAIRS, "_many": _DEFAULT_MANY}
 _PROGRAMS: Final = 528  # an H200 runs four on each of its multiprocessors
 _MANY_ROWS: Final = 512  # from here on rows usually share their sequence
@@ -383,8 +405,7 @@ def paged_scores(
         num_entries_max: columns of the result, at most max_blocks * N.
         rows_per_seq: neighbouring rows that mostly share a sequence, where there are few rows in
             all: such rows are taken in pairs. A hint; it changes no bit.
-        settings: `rows` that are taken together, `tiles` a program, `num_warps`, `num_stages`,
-            `registers`. They change no bit.
+        settings: as in CANDIDATES. They change no bit.
 
     Returns:
         bf16 values [R, num_entries_max] of type `out_dtype`; -inf from `visible` on.
@@ -406,7 +427,7 @@ def paged_scores(
     default = _DEFAULTS[_kind(num_rows, rows_per_seq)]
     key = settings_key(num_rows, num_heads, dim, rows_per_seq)
     use = settings or config("paged_scores", key, default)
-    tile = min(128, entries & -entries)
+    tile = min(use["tile"], entries & -entries)
     num_groups, num_tiles = triton.cdiv(num_rows, use["rows"]), triton.cdiv(num_entries_max, tile)
     each = use["tiles"]
     if settings is None:  # few rows: rather fill the GPU than set up the queries less often

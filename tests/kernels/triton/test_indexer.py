@@ -13,12 +13,24 @@ from phalanx.kernels.reference.quant import (
     qf4_idx_roundtrip,
 )
 from phalanx.kernels.triton.configs import Config
-from phalanx.kernels.triton.indexer import candidate_mask, paged_scores
+from phalanx.kernels.triton.indexer import (
+    CANDIDATES,
+    CANDIDATES_MANY,
+    candidate_mask,
+    paged_scores,
+)
 from phalanx.kernels.triton.topk import select_top
 
 HIDDEN = float("-inf")
-ONE_ROW: Config = {"rows": 1, "tiles": 2, "num_warps": 4, "num_stages": 3, "registers": 0}
-FEW_ROWS: Config = {"rows": 4, "tiles": 3, "num_warps": 4, "num_stages": 2, "registers": 0}
+ONE_ROW: Config = {
+    "rows": 1,
+    "tile": 64,
+    "tiles": 2,
+    "num_warps": 4,
+    "num_stages": 3,
+    "registers": 0,
+}
+FEW_ROWS: Config = ONE_ROW | {"rows": 4, "tiles": 3}
 
 
 @dataclass(frozen=True)
@@ -323,13 +335,9 @@ def test_scores_at_the_model_dimensions(block: int, columns: int) -> None:
     assert torch.equal(paged_scores(*arguments, num_entries, rows_per_seq=2), got)
     for row in range(0, 40, 5):
         assert close(got[row].float().cpu(), model_expected(arguments, num_entries, row))
-    for settings in (
-        {"rows": 1, "tiles": 5, "num_stages": 5},
-        {"rows": 8, "tiles": 4, "num_warps": 8, "num_stages": 2},
-        {"rows": 2, "tiles": 16, "num_stages": 1},
-    ):
-        other = paged_scores(*arguments, num_entries, settings={**ONE_ROW, **settings})
-        assert torch.equal(other, got)
+    for settings in CANDIDATES[::4] + CANDIDATES_MANY[::4]:
+        other = paged_scores(*arguments, num_entries, settings=settings | {"tiles": 5})
+        assert torch.equal(other, got), settings
     for row in (0, 3, 17):
         part = [x[row : row + 1] if x.shape[0] == 40 else x for x in arguments]
         assert torch.equal(paged_scores(*part, num_entries)[0], got[row])
