@@ -33,6 +33,7 @@ from phalanx.worker_svc.model.shards import CheckpointError
 from phalanx.worker_svc.model.tensors import num_experts
 from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.model.weights_hash import weights_hash
+from phalanx.worker_svc.warm import warm_up
 
 
 class ModelBackend:
@@ -65,6 +66,10 @@ class ModelBackend:
             self._weights = self._load(device)
         except (ModelConfigError, CheckpointError) as error:
             raise ConfigError(str(error)) from error
+        except torch.OutOfMemoryError as error:  # something else took memory meanwhile
+            raise ConfigError(
+                f"the GPU ran out of memory while loading: {_first_line(error)}"
+            ) from error
         self._experts = GroupExperts(self._weights, self._seat, self._alive)
         service.progress("allocate caches")
         self._engine = Engine(
@@ -81,9 +86,22 @@ class ModelBackend:
             self._weights.config.hidden_size,
         )
         self._exchange: Exchange | None = None
+        if device.type == "cuda":
+            self._warm_up()
         plan = self._engine.sizes.lines()
         service.log.info("memory plan", **dict(plan))
         write_plan(config.run_path, service.seat, plan)
+
+    def _warm_up(self) -> None:
+        service, rows = self._service, self._service.config.scheduler.max_num_batched_tokens
+        with torch.inference_mode():
+            warm_up(
+                self._engine.model,
+                self._weights,
+                rows,
+                self._alive,
+                lambda done: service.progress("compile kernels", done),
+            )
 
     def _load(self, device: torch.device) -> Weights:
         """Load what the seat holds in the placement that runs, else in that of a full node.
@@ -189,3 +207,7 @@ class ModelBackend:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -300,7 +300,9 @@ def _check_gpu_memory(
     """The weights must leave room for caches and for what a step needs."""
     config = checkpoint.config
     need = stored_bytes(config, [len(layer) for layer in slots])
-    have = torch.cuda.mem_get_info(device)[0] if limit is None else limit
+    have, where = limit or 0, "as limited"
+    if limit is None:
+        have, where = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
     if need > have:
         most = max(len(layer) for layer in slots)
         fits = _experts_that_fit(checkpoint, len(slots), have)
@@ -311,7 +313,7 @@ def _check_gpu_memory(
         )
         raise CheckpointError(
             f"{checkpoint.directory} needs {shown_bytes(need)} of GPU memory with {most} experts a "
-            f"layer; {shown_bytes(have)} are free on {torch.cuda.get_device_name(device)}: {advice}"
+            f"layer; {shown_bytes(have)} are free ({where}): {advice}"
         )
 
 

@@ -1,0 +1,90 @@
+"""Steps of every size before the first request, so that a GPU's kernels are compiled by then.
+
+Compiled kernels are kept on disk (Triton's cache), so a worker that starts again is quick.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.ops import sample
+from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
+from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
+from phalanx.worker_svc.model.caches import BLOCK_TOKENS
+from phalanx.worker_svc.model.checkpoint import Weights
+from phalanx.worker_svc.model.model import Model
+from phalanx.worker_svc.model.moe import run_expert_pairs
+from phalanx.worker_svc.model.moving import moved
+
+# (sequences, rows of each): decode steps, verification rows, prompts short and long.
+_STEPS = ((1, 1), (8, 1), (40, 1), (100, 1), (4, 6), (1, 17), (1, 120), (2, 600), (1, 4096))
+
+
+class _OwnExperts:
+    """Whatever expert a row picks is one of this rank's slots: no peers are asked."""
+
+    def __init__(self, weights: Weights, on_layer: Callable[[], None]) -> None:
+        self._weights, self._on_layer = weights, on_layer
+
+    def dispatch(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
+    ) -> Tensor:
+        self._on_layer()
+        num_rows, num_topk = topk_idx.shape
+        slots = topk_idx.flatten() % len(self._weights.slots(layer))
+        rows = x.repeat_interleave(num_topk, dim=0)
+        results = run_expert_pairs(self._weights, layer, slots, rows, topk_weights.flatten())
+        return results.view(num_rows, num_topk, -1)
+
+    def combine(self, handle: Tensor) -> Tensor:
+        return handle
+
+
+def warm_up(
+    model: Model,
+    weights: Weights,
+    max_rows: int,
+    on_layer: Callable[[], None],
+    on_step: Callable[[float], None],
+) -> None:
+    """Compute steps that nobody asked for, and drop them.
+
+    Args:
+        max_rows: of one step.
+        on_layer: called in every layer: the sign of life.
+        on_step: called with the share that is done.
+    """
+    experts, model.experts = model.experts, _OwnExperts(weights, on_layer)
+    try:
+        batches = list(_batches(model, max_rows))
+        for done, batch in enumerate(batches):
+            on_step(done / len(batches))
+            logits = model.forward(batch).logits
+            for temperature, top_p in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9)):
+                row = RowParams(temperature=temperature, top_p=top_p)
+                rows = SamplingRows.of([row] * logits.shape[0])
+                sample(logits, moved(rows, logits.device))
+        torch.cuda.synchronize()
+    finally:
+        model.experts = experts
+
+
+def _batches(model: Model, max_rows: int) -> Iterator[StepBatch]:
+    num_blocks, num_slots = model.pools.blocks.shape[0] - 1, model.pools.slots.shape[0]
+    longest = min(model.config.max_positions, max_rows)
+    for wanted, length in _STEPS:
+        count = min(wanted, num_slots, num_blocks)
+        rows = min(length, longest, num_blocks // count * BLOCK_TOKENS, max_rows // count)
+        per_sequence = -(-rows // BLOCK_TOKENS)
+        ids = [token % model.config.vocab_size for token in range(rows)]
+        yield StepBatch.of(
+            [
+                SequenceRows(slot, 0, ids, _blocks(slot, per_sequence), logits=True)
+                for slot in range(count)
+            ]
+        )
+
+
+def _blocks(slot: int, count: int) -> range:
+    return range(1 + slot * count, 1 + (slot + 1) * count)
