@@ -1,5 +1,6 @@
 """The sampler over the full vocabulary, in one launch, against what torch does for the same rows."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -34,9 +35,17 @@ def figures(limits: Ceilings) -> list[Figure]:
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
-    """The fastest settings for 256 rows of top-p: about 10 s, most of it compiling."""
+    """The fastest settings for 256 rows of top-p: about 10 s, most of it compiling. What else they
+    cost goes to stderr."""
     logits, rows = _inputs(256, SETTINGS["top-p 0.95"])
-    times = [time_us(partial(sample, logits[0], rows, settings=each)) for each in CANDIDATES]
+    alone, few = _inputs(1, SETTINGS["top-p 0.95"])[1], _inputs(256, RowParams(top_k=1))[1]
+    times: list[float] = []
+    for each in CANDIDATES:
+        times.append(time_us(partial(sample, logits[0], rows, settings=each)))
+        alone_us = time_us(partial(sample, logits[0][:1], alone, settings=each))
+        few_us = time_us(partial(sample, logits[0], few, settings=each))
+        line = f"{each}: {times[-1]:.1f} us, one row {alone_us:.1f}, top-k 1 {few_us:.1f}"
+        print(line, file=sys.stderr, flush=True)
     return {"sample": {str(VOCAB): CANDIDATES[times.index(min(times))]}}
 
 

@@ -54,19 +54,20 @@ from phalanx.kernels.triton.sample_passes import (
 
 FORCE_TOP_K_MAX: Final = 8192  # candidates that one program can hold
 DEFAULT: Final[Config] = {
-    "lanes": 2048,  # a tile of a row; four are read at a time
-    "slots": 16,  # candidates that one lane may keep
-    "chunk": 1024,  # candidates weighed or drawn at a time
+    "lanes": 1024,  # a tile of a row; four are under way at a time
+    "slots": 32,  # candidates that one lane may keep
+    "weigh": 2048,  # candidates weighed at a time,
+    "draw": 2048,  # or drawn among
     "sample": 4096,  # logits of a row looked at before it is read
-    "warps": 16,
-    "registers": 64,  # a thread: two programs on an SM
+    "warps": 8,
+    "registers": 128,  # a thread: two programs on an SM
 }
-# No other shape of the kernel may be equal to `lanes`: see `sample_parts.lane_ids`.
+# Of `lanes`, `weigh` and `draw` none should be 4096 or 8192: see `sample_parts.lane_ids`.
 CANDIDATES: Final[list[Config]] = [
     DEFAULT,
-    DEFAULT | {"warps": 8, "registers": 128},
-    DEFAULT | {"warps": 4, "registers": 255},
-    DEFAULT | {"lanes": 1024, "slots": 32, "chunk": 512, "warps": 8, "registers": 128},
+    DEFAULT | {"draw": 1024},
+    DEFAULT | {"warps": 16, "registers": 64},
+    DEFAULT | {"lanes": 512, "slots": 48},
 ]
 
 _OK: Final = tl.constexpr(int(SampleStatus.OK))
@@ -192,7 +193,8 @@ def _shape(vocab: int, force_top_k: int, settings: Config) -> dict[str, Any]:
         "MOST": max(1, int(1.03 * aim)),
         "LANES": lanes,
         "SLOTS": slots,
-        "CHUNK": min(settings["chunk"], top),
+        "WEIGH": min(settings["weigh"], room),
+        "DRAW": min(settings["draw"], top),
         "num_warps": settings["warps"],
         "maxnreg": settings["registers"],
     }
@@ -229,7 +231,8 @@ def _sample_kernel(
     MOST: tl.constexpr,
     LANES: tl.constexpr,
     SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    WEIGH: tl.constexpr,
+    DRAW: tl.constexpr,
     HAS_MASK: tl.constexpr,
     EDITED: tl.constexpr,
 ):
@@ -241,7 +244,7 @@ def _sample_kernel(
     made = tl.load(num_outputs + row)
     no_end = (made < tl.load(min_tokens + row)) | (made < tl.load(first_n_no_eos + row))
     ban = tl.where(no_end, eos, -1)
-    TILE: tl.constexpr = 2 * LANES
+    TILE: tl.constexpr = 4 * LANES
     heat = tl.load(temperature + row).to(tl.float64)
     if heat > 0:
         cut = tl.full((), LOWEST, tl.int64)
@@ -272,7 +275,7 @@ def _sample_kernel(
                     work, count, cut, splitmix(request, number), tl.maximum(heat, _COLDEST),
                     tl.load(top_k + row), tl.load(top_p + row).to(tl.float64),
                     tl.load(min_p + row).to(tl.float64), zero, V, K, TOP, ROOM, FIRST,
-                    LANES, CHUNK,
+                    WEIGH, DRAW,
                 )  # fmt: skip
     else:
         seen, token = largest(logits, mask, ban, V, HAS_MASK, TILE)
@@ -303,8 +306,8 @@ def _choose(
     TOP: tl.constexpr,
     ROOM: tl.constexpr,
     FIRST: tl.constexpr,
-    LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    WEIGH: tl.constexpr,
+    DRAW: tl.constexpr,
 ):
     """The token of a row that has `count` candidates at FIRST in its work space. The two lists of
     TOP before them take the place of the lanes."""
@@ -312,11 +315,11 @@ def _choose(
     found = work + FIRST
     weights = work + TOP
     cut, last, top_key = best_cut(found, count, limit, pivot_key, V, ROOM)
-    count = weigh(found, count, cut, last, top_key, temperature, work, weights, zero, LANES)
+    count = weigh(found, count, cut, last, top_key, temperature, work, weights, zero, WEIGH)
     tl.debug_barrier()
     cut = tl.full((), LOWEST, tl.int32)
     last = tl.full((), V, tl.int32)
     if top_p < 1:
         cut, last = nucleus_cut(work, weights, count, top_key, top_p, V, TOP)
     least_weight = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
-    return draw(work, weights, count, cut, last, least_weight, row_key, V, CHUNK)
+    return draw(work, weights, count, cut, last, least_weight, row_key, zero, V, DRAW)

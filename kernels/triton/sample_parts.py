@@ -233,15 +233,16 @@ def draw(
     last,
     least_weight,
     row_key,
+    zero,
     V: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The id whose exponential clock rings first, among the candidates that meet the cut and weigh
     enough; the lower of equals."""
-    best = tl.full([CHUNK], float("inf"), tl.float64)
-    winner = tl.full([CHUNK], V, tl.int32)
-    for start in range(0, count, CHUNK):
-        at = start + tl.arange(0, CHUNK)
+    best = tl.full([BLOCK], float("inf"), tl.float64)
+    winner = tl.full([BLOCK], V, tl.int32)
+    for start in range(0, count, BLOCK):
+        at = start + lane_ids(zero, BLOCK)
         inside = at < count
         candidates = tl.load(candidates_in + at, mask=inside, other=0)
         weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)

@@ -82,9 +82,22 @@ def keep_in_lanes(
 
 
 @triton.jit
-def fill_lanes_once(
-    logits,
+def load_tile(logits, start, lane, V: tl.constexpr, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(logits + start + lane, mask=start + lane < V, other=float("-inf"))
+    else:
+        x = tl.load(logits + start + lane, eviction_policy="evict_first")
+    return x
+
+
+@triton.jit
+def turn(
+    a,
+    b,
+    c,
+    d,
     start,
+    logits,
     lane,
     mask,
     least,
@@ -95,34 +108,28 @@ def fill_lanes_once(
     HAS_MASK: tl.constexpr,
     LANES: tl.constexpr,
     SLOTS: tl.constexpr,
-    TAIL: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Four tiles from `start` on; all loads are under way before the first is looked at."""
-    here = logits + start
+    """Look at the four tiles from `start` on, and load the next one in the place of each: three are
+    always under way."""
     ids = start + lane
-    if TAIL:
-        rest: tl.constexpr = float("-inf")
-        a = tl.load(here + lane, mask=ids < V, other=rest)
-        b = tl.load(here + lane + LANES, mask=ids + LANES < V, other=rest)
-        c = tl.load(here + lane + 2 * LANES, mask=ids + 2 * LANES < V, other=rest)
-        d = tl.load(here + lane + 3 * LANES, mask=ids + 3 * LANES < V, other=rest)
-    else:
-        a = tl.load(here + lane, eviction_policy="evict_first")
-        b = tl.load(here + lane + LANES, eviction_policy="evict_first")
-        c = tl.load(here + lane + 2 * LANES, eviction_policy="evict_first")
-        d = tl.load(here + lane + 3 * LANES, eviction_policy="evict_first")
     places, highest = keep_in_lanes(
         a, ids, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
     )
+    a = load_tile(logits, start + 4 * LANES, lane, V, MASKED)
     places, highest = keep_in_lanes(
         b, ids + LANES, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
     )
+    b = load_tile(logits, start + 5 * LANES, lane, V, MASKED)
     places, highest = keep_in_lanes(
         c, ids + 2 * LANES, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
     )
-    return keep_in_lanes(
+    c = load_tile(logits, start + 6 * LANES, lane, V, MASKED)
+    places, highest = keep_in_lanes(
         d, ids + 3 * LANES, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
     )
+    d = load_tile(logits, start + 7 * LANES, lane, V, MASKED)
+    return a, b, c, d, places, highest
 
 
 @triton.jit
@@ -142,18 +149,23 @@ def fill_lanes(
     Returns:
         (bits seen, int32 [LANES]: how many a lane met; only the first SLOTS are copied).
     """
+    whole: tl.constexpr = V // (4 * LANES) * (4 * LANES)
     lane = lane_ids(zero, LANES)
     places = lane
     highest = tl.full([LANES], float("-inf"), tl.float32)
-    whole: tl.constexpr = V // (4 * LANES) * (4 * LANES)
-    for start in range(0, whole, 4 * LANES):
-        places, highest = fill_lanes_once(
-            logits, start, lane, mask, least, places, highest, lanes_out,
+    a = load_tile(logits, 0, lane, V, whole == 0)
+    b = load_tile(logits, LANES, lane, V, whole == 0)
+    c = load_tile(logits, 2 * LANES, lane, V, whole == 0)
+    d = load_tile(logits, 3 * LANES, lane, V, whole == 0)
+    for start in range(0, whole - 4 * LANES, 4 * LANES):
+        a, b, c, d, places, highest = turn(
+            a, b, c, d, start, logits, lane, mask, least, places, highest, lanes_out,
             V, HAS_MASK, LANES, SLOTS, False,
         )  # fmt: skip
-    if whole < V:
-        places, highest = fill_lanes_once(
-            logits, whole, lane, mask, least, places, highest, lanes_out,
+    last: tl.constexpr = max(whole - 4 * LANES, 0)
+    for start in range(last, V, 4 * LANES):
+        a, b, c, d, places, highest = turn(
+            a, b, c, d, start, logits, lane, mask, least, places, highest, lanes_out,
             V, HAS_MASK, LANES, SLOTS, True,
         )  # fmt: skip
     return seen_bits(highest), (places - lane) // LANES
