@@ -90,16 +90,23 @@ class Arena:
         path = SHM / name
         if path.exists() and not _remove_if_abandoned(path):
             raise ArenaError(f"shared memory {path} belongs to a live process")
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        # It gets its name when it is whole: whoever dies before leaves nothing, not even the memory.
+        fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             os.posix_fallocate(fd, 0, total)
         except OSError as error:  # others took the room since we looked
-            path.unlink()
             os.close(fd)
             raise _no_room(name, total, 0) from error
         mapping = mmap.mmap(fd, total)
         write_header(mapping, nbytes, owner)
+        try:
+            # `src_dir_fd` says nothing here, but without one the link itself would be linked.
+            os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+        except FileExistsError as error:
+            mapping.close()
+            os.close(fd)
+            raise ArenaError(f"shared memory {path} belongs to a live process") from error
         return cls(name, fd, mapping, owned=True)
 
     @classmethod
@@ -218,19 +225,13 @@ def write_header(mapping: mmap.mmap, nbytes: int, owner: str) -> None:
     struct.pack_into("<I", mapping, 0, MAGIC)
 
 
-def _remove_if_abandoned(path: Path, half_made: bool = True) -> bool:
-    """Remove the arena unless somebody holds its owner lock. Returns whether it is gone.
-
-    Without `half_made`, a file whose header is not complete yet stays: its creator is perhaps between
-    making it and locking it.
-    """
+def _remove_if_abandoned(path: Path) -> bool:
+    """Remove the arena unless somebody holds its owner lock. Returns whether it is gone."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return True
     try:
-        if not half_made and os.pread(fd, 4, 0) != MAGIC.to_bytes(4, "little"):
-            return False
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -241,16 +242,10 @@ def _remove_if_abandoned(path: Path, half_made: bool = True) -> bool:
         os.close(fd)
 
 
-def sweep(node: str, keep: frozenset[str] = frozenset(), *, half_made: bool = True) -> list[str]:
-    """Remove the node's arenas whose owner is gone. Returns their names.
-
-    While processes of the node run, pass `half_made=False`: an arena that is just being created must
-    not be taken from its creator.
-    """
+def sweep(node: str, keep: frozenset[str] = frozenset()) -> list[str]:
+    """Remove the node's arenas whose owner is gone. Returns their names."""
     return [
-        path.name
-        for path in _paths(node)
-        if path.name not in keep and _remove_if_abandoned(path, half_made)
+        path.name for path in _paths(node) if path.name not in keep and _remove_if_abandoned(path)
     ]
 
 

@@ -380,7 +380,7 @@ class Node:
             self._log.error("cannot save the configuration", ranks=ranks, error=str(error))
 
     def _sweep(self) -> None:
-        if swept := arena.sweep(self._config.node, half_made=False):
+        if swept := arena.sweep(self._config.node):
             self._log.info("swept shared memory", names=swept)
 
     def _tell(self, event: Tell) -> None:

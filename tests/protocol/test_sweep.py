@@ -1,7 +1,8 @@
-"""The sweep takes what dead owners left, and nothing else: no half-made arena of a live node, no arena of a
-node whose name begins alike."""
+"""The sweep takes what dead owners left, and nothing else, of no node whose name begins alike; and nobody who dies
+while an arena is made leaves anything."""
 
 import fcntl
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -18,18 +19,28 @@ def node() -> Iterator[str]:
         path.unlink()
 
 
-def test_half_made_arenas_stay_while_the_node_runs(node: str) -> None:
-    path = SHM / arena_name(node, "kv", 1)
-    path.write_bytes(b"")  # its creator is between open and lock
-    assert sweep(node, half_made=False) == []
-    assert sweep(node) == [path.name]
+def test_an_arena_has_no_name_before_it_is_whole(
+    node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever dies while memory is taken for it leaves none of it behind."""
+    named: list[list[str]] = []
+    allocate = os.posix_fallocate
+
+    def look(fd: int, offset: int, length: int) -> None:
+        allocate(fd, offset, length)
+        named.append([path.name for path in SHM.glob(f"ph-{node}-*")])
+
+    monkeypatch.setattr(os, "posix_fallocate", look)
+    with Arena.create(arena_name(node, "kv", 1), 4096) as arena:
+        assert named == [[]] and names(node) == [arena.name]
+        assert Arena.attach(arena.name).nbytes == 4096
 
 
-def test_abandoned_arenas_go_while_the_node_runs(node: str) -> None:
+def test_abandoned_arenas_go(node: str) -> None:
     owner = Arena.create(arena_name(node, "kv", 1), 4096)
-    assert sweep(node, half_made=False) == []
+    assert sweep(node) == []
     fcntl.flock(owner._fd, fcntl.LOCK_UN)  # as the kernel does when the owner dies
-    assert sweep(node, half_made=False) == [owner.name]
+    assert sweep(node) == [owner.name]
     owner.close()
 
 
