@@ -38,7 +38,6 @@ from phalanx.protocol.messages import (
     ToSupervisor,
 )
 from phalanx.protocol.queues import read_queues
-from phalanx.supervisor import proc
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     Action,
@@ -434,7 +433,7 @@ class Node:
 
     def _inspect(self, name: str, incarnation: int) -> None:
         child = self._watch.children.get(name)
-        found = proc.inspect(child.pid) if child is not None else None
+        found = child.looks.inspect(time.monotonic_ns()) if child is not None else None
         if found is not None:
             self._events.append(Inspected(name, incarnation, *found))
 

@@ -6,13 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.rundir import LOG_DIR
+from phalanx.supervisor.proc import Looks
 from phalanx.supervisor.processes import ProcessSpec
 
 _TAIL_BYTES = 64 << 10
@@ -32,6 +33,10 @@ class Child:
     pidfd: int  # readable when it can be reaped
     out: Path
     out_start: int  # where its own output begins in `out`
+    looks: Looks = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.looks = Looks(self.process.pid)
 
     @property
     def pid(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from supervisor.node import until
 
 from phalanx.protocol.rundir import LOG_DIR
-from phalanx.supervisor.proc import inspect
+from phalanx.supervisor.proc import Looks
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child, Spawner, last_words
 
@@ -64,13 +64,13 @@ def test_libraries_get_the_configured_threads() -> None:
 def test_a_stopped_process_shows_as_stopped() -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
-        until(lambda: (inspect(process.pid) or ("", 0))[0] == "S")
+        until(lambda: (Looks(process.pid).inspect(0) or ("", 0))[0] == "S")
         os.kill(process.pid, signal.SIGSTOP)
-        until(lambda: (inspect(process.pid) or ("", 0))[0] == "T")
+        until(lambda: (Looks(process.pid).inspect(0) or ("", 0))[0] == "T")
     finally:
         process.kill()
         process.wait()
-    assert inspect(process.pid) is None
+    assert Looks(process.pid).inspect(0) is None
 
 
 def test_waiting_for_a_cpu_shows_as_waiting() -> None:
@@ -79,8 +79,8 @@ def test_waiting_for_a_cpu_shows_as_waiting() -> None:
     code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
     busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     try:
-        until(lambda: all((inspect(p.pid) or ("", 0))[1] > 200_000_000 for p in busy))
-        assert all((inspect(p.pid) or ("", 0))[0] == "R" for p in busy)
+        until(lambda: all((Looks(p.pid).inspect(0) or ("", 0))[1] > 200_000_000 for p in busy))
+        assert all((Looks(p.pid).inspect(0) or ("", 0))[0] == "R" for p in busy)
     finally:
         for process in busy:
             process.kill()
@@ -100,3 +100,27 @@ def test_a_child_starts_without_a_place_for_its_output(tmp_path: Path) -> None:
         (tmp_path / LOG_DIR).write_text("in the way")
         assert spawner.spawn(spec, 2).process.wait(timeout=60) == 0
         spawner.close()
+
+
+def test_a_wait_that_is_not_over_counts(tmp_path: Path) -> None:
+    """The kernel counts it afterwards: one long wait looked like a hang."""
+
+    def kernel(thread: int, state: str, ran_ns: int, waited_ns: int) -> None:
+        task = tmp_path / "7" / "task" / str(thread)
+        task.mkdir(parents=True, exist_ok=True)
+        (task / "stat").write_text(f"{thread} (a ) b) {state} 1 7 7")
+        (task / "schedstat").write_text(f"{ran_ns} {waited_ns} 5\n")
+
+    looks = Looks(7, tmp_path)
+    kernel(7, "R", 1000, 40)
+    assert looks.inspect(100_000) == ("R", 40)
+    assert looks.inspect(600_000) == ("R", 500_040)
+    kernel(8, "S", 5, 0)  # another thread sleeps, and that is no wait
+    assert looks.inspect(900_000) == ("R", 800_040)
+    kernel(7, "R", 1000 + 3, 850_040)  # it ran a little: the wait is over, and counted
+    assert looks.inspect(1_000_000) == ("R", 850_040)
+    assert looks.inspect(1_200_000) == ("R", 1_050_040)
+    kernel(7, "S", 2000, 1_060_040)  # it ran and went to sleep
+    assert looks.inspect(1_300_000) == ("S", 1_060_040)
+    assert looks.inspect(1_900_000) == ("S", 1_060_040)
+    assert Looks(9, tmp_path).inspect(0) is None
