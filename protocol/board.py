@@ -14,11 +14,13 @@ from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.errors import ArenaError
 from phalanx.protocol.futex import Word
 from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS, TOPOLOGY_BYTES_MAX
+from phalanx.protocol.mark import Mark
 from phalanx.protocol.topology import Topology
 
 _GLOBAL_BYTES = 256
 _SEAT_BYTES = 256
-_PROCESS_BYTES = 64
+_PROCESS_BYTES = 128
+_MARK_AT = 64  # in a process's bytes
 _SEATS_AT = _GLOBAL_BYTES
 _PROCESSES_AT = _SEATS_AT + MAX_SEATS * _SEAT_BYTES
 _TOPOLOGY_AT = _PROCESSES_AT + MAX_PROCESSES * _PROCESS_BYTES
@@ -201,6 +203,7 @@ class ProcessRow:
     def __init__(self, board: Board, index: int) -> None:
         base = _PROCESSES_AT + index * _PROCESS_BYTES
         self._u64, self._at = board._u64, base // 8
+        self.mark = Mark(board.arena.data, base + _MARK_AT)  # held by the process while it lives
 
     def beat(self, now_ns: int) -> None:
         self._u64[self._at] = now_ns
@@ -236,6 +239,6 @@ class ProcessRow:
         self._u64[self._at + 3] = incarnation
 
     def clear(self) -> None:
-        """Supervisor only, before the process starts."""
-        for word in range(4):
+        """Supervisor only, before the process starts and when the one before it is reaped."""
+        for word in range(_PROCESS_BYTES // 8):
             self._u64[self._at + word] = 0

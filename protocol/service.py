@@ -176,6 +176,7 @@ def run(serve: Callable[[Service], None]) -> None:
         config = load_config(run_dir)
         log = setup_logging(run_dir, name, incarnation, config.log_level)
         board = Board.attach(config.node)
+        board.processes[index].mark.hold()
         if config.fault_injection:
             faults.enable(config.node, index)
         supervisor = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET), f"{name}#{incarnation}")

@@ -1,16 +1,18 @@
-"""What the supervisor waits for: death pipes, pidfds, its socket, and, while the group changes, its bell."""
+"""What the supervisor waits for: death marks and pipes, pidfds, its socket, and, while the group changes, its bell."""
 
 import os
 import time
+from typing import Any
 
 import zmq
 
-from phalanx.protocol.board import Board
+from phalanx.protocol.board import Board, ProcessPhase
 from phalanx.protocol.link import bind_router
 from phalanx.supervisor.events import AcksSeen, Event, Observed, PipeClosed
 from phalanx.supervisor.spawn import Child
 
-_SLICE_MS = 1.0  # of waiting on the bell; a death pipe is looked at between two slices
+_SLICE_MS = 1.0  # of waiting on the bell; deaths are looked for between two slices
+_LOOK_MS = 3  # between two looks at the death marks while a worker computes
 
 
 class Watch:
@@ -23,6 +25,7 @@ class Watch:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._owners: dict[int, Child] = {}  # file descriptor -> child
+        self._stepping = False  # a worker was at work when it was last observed
 
     def add(self, child: Child) -> None:
         self.children[child.spec.name] = child
@@ -36,19 +39,39 @@ class Watch:
         Returns:
             deaths seen on pipes, children that can be reaped, whether the socket has messages.
         """
-        ready = dict(self._poller.poll(timeout_ms))
+        dead, ready = self._sleep(timeout_ms)
         woke_ns = time.monotonic_ns()
         messages = ready.pop(self.socket, 0) != 0
-        deaths: list[PipeClosed] = []
         ended: list[Child] = []
         for fd in ready:
             child = self._owners[fd]  # raw descriptors come back as themselves
             if fd == child.pidfd:
                 ended.append(child)
-            else:
-                self._forget_pipe(child)
-                deaths.append(PipeClosed(child.spec.name, child.incarnation, woke_ns))
+            elif child not in dead:
+                dead.append(child)
+        for child in dead:
+            self._forget_pipe(child)
+        deaths = [PipeClosed(child.spec.name, child.incarnation, woke_ns) for child in dead]
         return deaths, ended, messages
+
+    def _sleep(self, timeout_ms: int) -> tuple[list[Child], dict[Any, int]]:
+        """(children whose death mark shows, what is ready), as soon as there is one of them or time is up.
+
+        Nothing wakes us for a mark. While workers compute, peers wait for each of them, so we look often.
+        """
+        until_ns = time.monotonic_ns() + timeout_ms * 1_000_000
+        slice_ms = min(timeout_ms, _LOOK_MS) if self._stepping else timeout_ms
+        dead = self._marked()
+        while True:
+            ready = dict(self._poller.poll(0 if dead else slice_ms))
+            dead = self._marked()
+            if dead or ready or time.monotonic_ns() >= until_ns:
+                return dead, ready
+
+    def _marked(self) -> list[Child]:
+        rows = self._board.processes
+        living = [child for child in self.children.values() if child.death_fd >= 0]
+        return [child for child in living if rows[child.spec.index].mark.holder_died]
 
     def wait_bell(self, seen: int) -> None:
         """Sleep until somebody acknowledges something, one slice at most."""
@@ -74,11 +97,14 @@ class Watch:
     def observe(self) -> list[Event]:
         """The heartbeat rows of all live children."""
         events: list[Event] = []
+        self._stepping = False
         for child in self.children.values():
             row = self._board.processes[child.spec.index]
             events.append(
                 Observed(child.spec.name, child.incarnation, row.beat_ns, row.progress, row.phase)
             )
+            busy = row.phase is ProcessPhase.BUSY
+            self._stepping |= busy and child.spec.kind == "worker"
         return events
 
     def acks(self, seats: list[int]) -> list[Event]:
