@@ -148,6 +148,7 @@ class Scheduler:
         self._moved_rows = (
             MOVED_ROWS  # that sequences which moved here get in the next step at most
         )
+        self._resumes = False  # the group stopped: the next step is the first one since
         self._header = [columns.header[name].data for name in HEADER_FIELDS]
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
@@ -352,6 +353,7 @@ class Scheduler:
         self._turn, self._offer = 0, Offer()
 
     def _on_membership(self, membership: Membership, now_ns: int) -> None:
+        self._resumes |= membership.epoch != self._membership.epoch
         self._membership = membership
 
     def _plan(
@@ -369,6 +371,7 @@ class Scheduler:
             self._plan_seq, self.rank.seen, self.rank, decoders, prefill, self.restorer, turn
         )
         self.flights.append(flight)
+        self._resumes = False
         return plan
 
     def _take_decoders(self, now_ns: int) -> Decoders | None:
@@ -443,10 +446,13 @@ class Scheduler:
         """Rows that prompts may have beside the decoders, within the target for a step's time.
 
         A few they always have, so that every prompt gets done whatever the target. Sequences that moved here
-        come in portions even without a target: streams of all ranks wait for the slowest rank's step, and a
-        fault shall not be seen in those that it did not touch.
+        come in portions even without a target, and not in the first step of a group that had stopped: streams
+        of all ranks wait for the slowest rank's step, and a fault shall not be seen in those that it did not
+        touch.
         """
         rank, rows = self.rank, decoders.num_rows
+        if self._resumes and rows and self._moved_are_due():
+            return 0  # who runs has waited long enough for the group
         most = self.config.max_num_batched_tokens - rows
         target_us = self.config.target_itl_ms * 1000 if rows else 0.0
         if not self._moved_are_due():
@@ -494,6 +500,7 @@ class Scheduler:
         self.rank.seen = flight.seq
         if result.aborted:
             retract(self.rank, flight)
+            self._resumes = True
         else:
             self._cost.observe(flight.num_rows, flight.context, result.step_us)
             self._commit(commit(self.rank, flight, result), now_ns)

@@ -104,7 +104,7 @@ class _Taking:
 
     def run(self) -> Prefill:
         rank = self._rank
-        if not self._left or not (rank.prefilling or rank.waiting):
+        if not (rank.prefilling or rank.waiting):
             return Prefill()
         for sequence in list(rank.prefilling):
             if rank.lost_fork(sequence):
@@ -113,6 +113,8 @@ class _Taking:
         self._begun = {s.request_id for s in chain(rank.prefilling, rank.loading, rank.aside)}
         if self._stored is not None:
             self._load()
+        if not self._left:
+            return Prefill()
         if not self._open:
             self._start_whole()
         elif len(self._open) + len(rank.waiting) > 1:

@@ -259,3 +259,25 @@ def test_indexes_of_one_request_are_sequences_of_their_own() -> None:
     other.submit(0)
     assert other.plan is not None and other.plan.new[0].copy_key == key < 2**63
     assert copy_key(first.request_id, 1) != key
+
+
+def test_the_first_step_after_a_stop_is_of_those_who_ran() -> None:
+    """Sequences that moved here come with the second: a survivor shall not wait for their prompts, too."""
+    story = Story()
+    story.submit(1, 10, max_tokens=30)
+    story.step(3)
+    story.event(Membership(4, True))  # a peer fell
+    story.submit(2, 100, attempt=1, max_tokens=5)
+    story.finish(abandon=True)
+    assert [rows for _, rows in story.rows()] == [1]
+    story.finish()
+    assert [rows for _, rows in story.rows()] == [1, 100]
+    story.run()
+    assert [story.outputs(n) == story.expected(n, c) for n, c in ((1, 30), (2, 5))] == [True] * 2
+
+
+def test_after_a_stop_nobody_waits_where_nobody_runs() -> None:
+    story = Story()
+    story.event(Membership(4, True))
+    story.submit(2, 100, attempt=1, max_tokens=5)
+    assert [rows for _, rows in story.rows()] == [100]

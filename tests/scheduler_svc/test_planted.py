@@ -492,7 +492,7 @@ PLANTED: list[tuple[Planter, int]] = [
 # The same, for what happens to prompts that come again.
 PLANTED_STORED: list[tuple[Planter, int]] = [
     (region_without_a_generation, 100),
-    (restored_into_wrong_blocks, 20),
+    (restored_into_wrong_blocks, 60),
     (state_not_restored, 20),
     (restored_too_far, 20),
     (failed_load_counts, 100),

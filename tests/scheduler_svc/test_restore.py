@@ -10,7 +10,7 @@ from phalanx.protocol.kvkeys import block_keys, state_key
 from phalanx.protocol.messages import Contains, ContainsReply, Get, GetDone, Put, PutDone, Submit
 from phalanx.protocol.queues import Phase
 from phalanx.scheduler_svc import restore
-from phalanx.scheduler_svc.events import Staging, StoreLost, WorkerLost
+from phalanx.scheduler_svc.events import Membership, Staging, StoreLost, WorkerLost
 from sim.hash_worker import Ints, Staged
 from sim.scheduler_story import Story, request_id
 
@@ -151,6 +151,25 @@ def test_a_moved_sequence_takes_up_its_prompt() -> None:
     assert story.items(2)[-1].offset + len(story.items(2)[-1].token_ids) == 60
     ends = [item for item in story.items(2) if item.finish_reason]
     assert len(ends) == 1 and story.outputs(1) == story.expected(1, 60)
+    shop.assert_whole()
+
+
+def test_a_moved_sequence_loads_during_the_step_that_it_waits() -> None:
+    """The first one after a stop of the group, which is of those who ran there."""
+    shop = Shop().warm()
+    story = shop.story
+    story.submit(1, [7] * 20, max_tokens=60)
+    story.step(3)
+    story.event(Membership(4, True))
+    story.submit(2, PROMPT, attempt=1, max_tokens=4)
+    shop.contains()
+    story.finish(abandon=True)
+    assert [rows for _, rows in story.rows()] == [1]
+    shop.get()
+    story.finish()
+    assert [rows for _, rows in story.rows()] == [1, 44]
+    shop.serve()
+    assert story.outputs(2) == story.expected(2, 4)
     shop.assert_whole()
 
 
