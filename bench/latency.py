@@ -23,12 +23,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from phalanx.protocol.config import node_name
+from phalanx.protocol.config import (
+    KVStoreConfig,
+    NodeConfig,
+    SchedulerConfig,
+    WorkerConfig,
+    node_name,
+)
 from phalanx.protocol.messages import Delta
 from phalanx.protocol.queues import step_times
 from phalanx.services.client_async import AsyncClient, AsyncStream
+from phalanx.supervisor.commands.node import private_node
 
-_CLI = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
 MARGIN = (
     1.6  # of the target over the undisturbed time; below the goal of 2, for what a guess is off
 )
@@ -104,21 +110,15 @@ def _long_model(model: str, copy: Path) -> str:
 
 
 def _policy(model: str, target_ms: float, streams: int, seconds: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="phlat") as directory:
-        run_dir, config = Path(directory) / f"lat{os.getpid()}", Path(directory) / "config.json"
-        blocks = 2 + LONG_PROMPT // 128 + WAITING_PROMPTS * (1 + LOAD_PROMPT // 128) + 160 * streams
-        settings = {
-            "scheduler": {"target_itl_ms": target_ms, "max_num_seqs": streams + 8},
-            "worker": {"num_blocks": blocks},
-            "kvstore": {"enabled": False},
-        }
-        config.write_bytes(msgspec.json.encode(settings))
-        where = ["--run-dir", str(run_dir), "--json"]
-        _phalanx("up", "--model", model, "--detach", "--config", str(config), *where)
-        try:
-            return {"target_itl_ms": target_ms} | asyncio.run(_measure(run_dir, streams, seconds))
-        finally:
-            _phalanx("down", "--timeout", "1", *where)
+    blocks = 2 + LONG_PROMPT // 128 + WAITING_PROMPTS * (1 + LOAD_PROMPT // 128) + 160 * streams
+    config = NodeConfig(
+        scheduler=SchedulerConfig(target_itl_ms=target_ms, max_num_seqs=streams + 8),
+        worker=WorkerConfig(num_blocks=blocks),
+        kvstore=KVStoreConfig(enabled=False),
+    )
+    with private_node(model, 1, base=config) as (node, _):
+        measured = asyncio.run(_measure(node.run_path, streams, seconds))
+    return {"target_itl_ms": target_ms} | measured
 
 
 async def _measure(run_dir: Path, count: int, seconds: float) -> dict[str, Any]:
@@ -219,9 +219,3 @@ def _ask(client: AsyncClient, prompt: int, seed: int, outputs: int) -> AsyncStre
 
 def _percentile(values: list[float], share: float) -> float:
     return round(float(np.percentile(values, share)), 3)
-
-
-def _phalanx(*arguments: str) -> None:
-    done = subprocess.run([*_CLI, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"phalanx {arguments[0]} failed: {done.stderr.strip()[-2000:]}")

@@ -5,56 +5,40 @@ own record: from its plan, or the end of the step before it if that is later, un
 their way to the gateway.
 """
 
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
-from phalanx.protocol.config import node_name
+from phalanx.protocol.config import KVStoreConfig, NodeConfig, SchedulerConfig, node_name
 from phalanx.protocol.messages import Sampling
 from phalanx.protocol.queues import step_times
 from phalanx.services.client import Client
 from phalanx.services.client_flow import Spec
+from phalanx.supervisor.commands.node import private_node
 
-_CLI = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
 CONCURRENT = (1, 64, 256)
 STEPS = 600  # of each measurement, about
 PROMPT = tuple(range(3, 35))
 
 
 def run(
-    device: str = "null", concurrent: tuple[int, ...] = CONCURRENT, steps: int = STEPS
+    device: Literal["cpu", "null"] = "null",
+    concurrent: tuple[int, ...] = CONCURRENT,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     """The fields of `phalanx bench loop` (docs/cli.md)."""
-    with tempfile.TemporaryDirectory(prefix="phloop") as directory:
-        run_dir, config = Path(directory) / "node", Path(directory) / "config.json"
-        most = max(concurrent)
-        settings = {
-            "scheduler": {"max_num_seqs": most, "max_num_batched_tokens": max(1024, 4 * most)},
-            "kvstore": {"enabled": False},
-        }
-        config.write_bytes(msgspec.json.encode(settings))
-        where = ["--run-dir", str(run_dir), "--json"]
-        up = ["up", "--model", "random-tiny", "--ranks", "1", "--device", device, "--detach"]
-        _phalanx(*up, "--config", str(config), *where)
-        try:
-            with Client(run_dir) as client:
-                _measure(client, run_dir, 1, 20)  # warms up
-                rows = [_measure(client, run_dir, count, steps) for count in concurrent]
-        finally:
-            _phalanx("down", *where)
+    most = max(concurrent)
+    config = NodeConfig(
+        device=device,
+        scheduler=SchedulerConfig(max_num_seqs=most, max_num_batched_tokens=max(1024, 4 * most)),
+        kvstore=KVStoreConfig(enabled=False),
+    )
+    with private_node("random-tiny", 1, base=config) as (node, _), Client(node.run_path) as client:
+        _measure(client, node.run_path, 1, 20)  # warms up
+        rows = [_measure(client, node.run_path, count, steps) for count in concurrent]
     return {"device": device, "rows": rows}
-
-
-def _phalanx(*arguments: str) -> None:
-    done = subprocess.run([*_CLI, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"phalanx {arguments[0]} failed: {done.stderr.strip()[-2000:]}")
 
 
 def _measure(client: Client, run_dir: Path, count: int, steps: int) -> dict[str, Any]:

@@ -12,27 +12,27 @@ import asyncio
 import os
 import random
 import signal
-import subprocess
-import sys
-import tempfile
+import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
-
-from phalanx.bench.recovery_load import Load, Sequence, play, requests
+from phalanx.bench.recovery_load import Load, Played, Sequence, play, requests
 from phalanx.bench.recovery_watch import Change, EpochWatch
-from phalanx.protocol.config import node_name
+from phalanx.protocol.config import NodeConfig, WorkerConfig, node_name
+from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.messages import EpochRecord, StatusQuery, StatusReply
 from phalanx.protocol.queues import read_queues
+from phalanx.supervisor.ask import ask
+from phalanx.supervisor.commands.node import private_node
 
-_CLI = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
 _MS = 1e6
 _DEADLINE_S = 120.0
 _POLL_S = 0.02
+_ANSWER_S = 30.0
+_ENDS = (RuntimeError, PhalanxError, OSError, KeyboardInterrupt)
 
 
 @dataclass
@@ -43,7 +43,8 @@ class Kill:
     seat: int
     moved: set[tuple[str, int]]  # (request id, index) of what ran on the killed rank
     loss: Change
-    rejoin: Change
+    rejoin: Change | None  # None: it was back before the others ran again
+    whole_ns: int  # when all ranks ran again
     pool_used: float  # the fullest rank's share of KV blocks in use, when it came
 
 
@@ -60,6 +61,9 @@ class Figures:
     changed: int = 0
     lost: int = 0
     compared: int = 0
+    fault_free: list[float] = field(default_factory=list[float])  # longest gaps of the calm round
+    epochs: tuple[EpochRecord, ...] = ()
+    failed: str = ""  # why it ended early; the figures are of what was done
 
     def note(self, phase: str, ns: float) -> None:
         self.phases.setdefault(phase, []).append(ns / _MS)
@@ -74,22 +78,22 @@ def run(
     blocks: int = 0,
 ) -> dict[str, Any]:
     """The fields of `phalanx bench recovery` (docs/cli.md). `blocks`: of each rank's pool; 0: plenty."""
-    with tempfile.TemporaryDirectory(prefix="phrecover") as directory:
-        run_dir = Path(directory) / f"rec{os.getpid()}"
-        where = ["--run-dir", str(run_dir), "--json"]
-        config = Path(directory) / "config.json"
-        config.write_bytes(msgspec.json.encode({"worker": {"num_blocks": blocks}}))
-        node = ["--model", model, "--ranks", str(ranks), "--config", str(config)]
-        _phalanx("up", *node, "--detach", *where)
-        try:
-            figures, baseline = asyncio.run(_measure(run_dir, ranks, kills, streams, seed))
-            epochs = _phalanx("epochs", *where)
-        finally:
-            _phalanx("down", *where)
-    losses = [record for record in epochs if "joined" not in record["cause"]][1:]
+    figures = Figures()
+    config = NodeConfig(worker=WorkerConfig(num_blocks=blocks))
+    try:
+        with private_node(model, ranks, base=config) as (node, _):
+            try:
+                asyncio.run(_measure(node.run_path, ranks, kills, streams, seed, figures))
+            except _ENDS as error:
+                figures.failed = _said(error)
+            figures.epochs = _status(node.run_path).epochs
+    except _ENDS as error:
+        figures.failed = figures.failed or _said(error)
+    losses = [record for record in figures.epochs if "joined" not in record.cause][1:]
     gaps = figures.survivors + figures.moved
     return {
-        "detect_ms_p50": _p50(figures.phases["detect"]),
+        "failed": figures.failed,
+        "detect_ms_p50": _p50(figures.phases.get("detect", [])),
         "resume_ms_p50": _p50(gaps),
         "resume_ms_max": _most(gaps),
         "survivors_gap_ms_max": _most(figures.survivors),
@@ -100,16 +104,16 @@ def run(
         "phases_ms": {name: _p50(values) for name, values in figures.phases.items()},
         "phases_ms_max": {name: _most(values) for name, values in figures.phases.items()},
         "epochs_ms": {
-            name: _p50([record[name] for record in losses])
+            name: _p50([getattr(record, name) for record in losses])
             for name in ("detected_ms", "resumed_ms")
         },
-        "fault_free_gap_ms_max": baseline,
+        "fault_free_gap_ms_max": _most(figures.fault_free),
         "pool_used_max": _most(figures.pool_used),
         "tokens_changed": figures.changed,
         "streams_lost": figures.lost,
         "streams_compared": figures.compared,
         "gaps_measured": {"survivors": len(figures.survivors), "moved": len(figures.moved)},
-        "kills": kills,
+        "kills": len(figures.pool_used),
         "ranks": ranks,
         "streams": streams,
         "blocks": blocks,
@@ -119,8 +123,8 @@ def run(
 
 
 async def _measure(
-    run_dir: Path, ranks: int, kills: int, streams: int, seed: int
-) -> tuple[Figures, float | None]:
+    run_dir: Path, ranks: int, kills: int, streams: int, seed: int, figures: Figures
+) -> None:
     rng = random.Random(seed)
     first = await play(run_dir, Load(requests(rng, streams)))
     wanted = {(s.position, s.index): s for s in first.sequences}
@@ -130,39 +134,39 @@ async def _measure(
     calm = await play(
         run_dir, load
     )  # what is predicted, too, and the caches as the rounds find them
-    figures = Figures()
     _compare(calm, wanted, load, figures)
-    baseline = _most([_gap(s, s.times[0], s.times[-1]) for s in calm.sequences if len(s.times) > 2])
+    figures.fault_free = [
+        _gap(s, s.times[0], s.times[-1]) for s in calm.sequences if len(s.times) > 2
+    ]
     whole_s = calm.first_round_s
     for _ in range(kills):
         load = Load(load.specs, going_on=True)
-        pids = await asyncio.to_thread(_workers, run_dir)
         playing = asyncio.create_task(play(run_dir, load))
-        delay_s = rng.uniform(0.05, 0.8) * whole_s
+        delay_s, over = rng.uniform(0.05, 0.8) * whole_s, threading.Event()
         try:
-            kill = await asyncio.to_thread(_kill, run_dir, ranks, pids, delay_s, rng)
+            kill = await asyncio.to_thread(_kill, run_dir, ranks, delay_s, rng, over)
         finally:
             load.going_on = False
+            over.set()
         result = await playing
         _compare(result, wanted, load, figures)
         _account(kill, result.sequences, figures)
-    return figures, baseline
 
 
 def _workers(run_dir: Path) -> dict[int, int]:
     """Seat -> pid of the workers."""
-    status = _phalanx("status", "--run-dir", str(run_dir), "--json")
-    rows = [p for p in status["processes"] if p["name"].startswith("worker-")]
-    return {int(p["name"].removeprefix("worker-")): p["pid"] for p in rows}
+    rows = [p for p in _status(run_dir).processes if p.name.startswith("worker-")]
+    return {int(p.name.removeprefix("worker-")): p.pid for p in rows}
 
 
 def _kill(
-    run_dir: Path, ranks: int, pids: dict[int, int], delay_s: float, rng: random.Random
+    run_dir: Path, ranks: int, delay_s: float, rng: random.Random, over: threading.Event
 ) -> Kill:
-    """Kill one worker after a while and watch until all ranks are members again."""
+    """Kill one worker after a while and watch until all ranks are members again, or it is `over`."""
     node = node_name(run_dir)
     with EpochWatch(node) as watch:
-        time.sleep(delay_s)
+        over.wait(delay_s)
+        pids = _workers(run_dir)
         seat = rng.choice(sorted(pids))
         queues = read_queues(node)
         held = queues["requests"]
@@ -170,22 +174,28 @@ def _kill(
         used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
         killed_ns = time.monotonic_ns()
         os.kill(pids[seat], signal.SIGKILL)
-        loss = _await(lambda: watch.change(killed_ns), f"worker-{seat} was not missed")
-        rejoin = _await(lambda: watch.change(loss.even_ns), f"worker-{seat} did not come back")
-        members = watch.members()
-        if members != ranks:
-            raise RuntimeError(f"{members} of {ranks} ranks are members after the rejoin")
-        time.sleep(0.5)  # streams go on in the whole group
-    return Kill(killed_ns, seat, moved, loss, rejoin, used)
+        deadline = time.monotonic() + _DEADLINE_S
+        while not (changes := watch.changes(killed_ns)) or watch.members() < ranks:
+            if time.monotonic() > deadline or over.is_set():
+                said = f"{len(changes)} changes, {watch.members()} of {ranks} ranks run"
+                raise RuntimeError(
+                    f"worker-{seat} was killed; within {_DEADLINE_S:g} s: {said}; {_state(run_dir)}"
+                )
+            time.sleep(_POLL_S)
+        over.wait(0.5)  # streams go on in the whole group
+    loss, rejoin = changes[0], changes[1] if len(changes) > 1 else None
+    return Kill(killed_ns, seat, moved, loss, rejoin, changes[-1].even_ns, used)
 
 
-def _await(found: Callable[[], Change | None], otherwise: str) -> Change:
-    deadline = time.monotonic() + _DEADLINE_S
-    while (change := found()) is None:
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"{otherwise} within {_DEADLINE_S:g} s")
-        time.sleep(_POLL_S)
-    return change
+def _state(run_dir: Path) -> str:
+    """What the node says of itself, for whoever has to find out why it does not go on."""
+    status = _status(run_dir)
+    out = [f"{p.name} is {p.state}" for p in status.processes if p.state != "ready"]
+    return "; ".join([*out, *(f"epoch {e.epoch}: {e.cause}" for e in status.epochs[-4:])])
+
+
+def _status(run_dir: Path) -> StatusReply:
+    return ask(run_dir, StatusQuery(1), StatusReply, _ANSWER_S)
 
 
 def _account(kill: Kill, sequences: list[Sequence], figures: Figures) -> None:
@@ -194,19 +204,21 @@ def _account(kill: Kill, sequences: list[Sequence], figures: Figures) -> None:
     figures.note("detect", loss.odd_ns - kill.killed_ns)
     figures.note("stop", loss.published_ns - loss.odd_ns)
     figures.note("go", loss.even_ns - loss.published_ns)
-    figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
-    figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
-    figures.note("until_rejoined", rejoin.even_ns - kill.killed_ns)
+    figures.note("until_rejoined", kill.whole_ns - kill.killed_ns)
+    if rejoin is not None:
+        figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
+        figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
+    until_ns = rejoin.odd_ns if rejoin is not None else kill.whole_ns
     for sequence in sequences:
         if sequence.spans(kill.killed_ns, loss.even_ns):
             moved = (sequence.request_id, sequence.index) in kill.moved
             gaps = figures.moved if moved else figures.survivors
-            gaps.append(_gap(sequence, kill.killed_ns, rejoin.odd_ns))
+            gaps.append(_gap(sequence, kill.killed_ns, until_ns))
             pause = _gap(sequence, kill.killed_ns, loss.even_ns)
             figures.pauses.setdefault("moved" if moved else "survivors", []).append(pause)
             after_ns = min(at for at in sequence.times if at >= loss.even_ns) - loss.even_ns
             figures.note("moved_first_token" if moved else "survivor_first_token", after_ns)
-        if sequence.spans(rejoin.odd_ns, rejoin.even_ns):
+        if rejoin is not None and sequence.spans(rejoin.odd_ns, rejoin.even_ns):
             figures.rejoin.append(_gap(sequence, rejoin.odd_ns, rejoin.even_ns))
 
 
@@ -219,7 +231,7 @@ def _gap(sequence: Sequence, start_ns: int, end_ns: int) -> float:
 
 
 def _compare(
-    result: Any, wanted: dict[tuple[int, int], Sequence], load: Load, figures: Figures
+    result: Played, wanted: dict[tuple[int, int], Sequence], load: Load, figures: Figures
 ) -> None:
     for sequence in result.sequences:
         figures.compared += 1
@@ -231,16 +243,13 @@ def _compare(
             figures.changed += not same
 
 
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else "it was ended from outside"
+
+
 def _p50(values: list[float]) -> float | None:
     return round(median(values), 3) if values else None
 
 
 def _most(values: list[float]) -> float | None:
     return round(max(values), 3) if values else None
-
-
-def _phalanx(*arguments: str) -> Any:
-    done = subprocess.run([*_CLI, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"phalanx {arguments[0]} failed: {done.stderr.strip()[-2000:]}")
-    return msgspec.json.decode(done.stdout)

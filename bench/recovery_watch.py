@@ -60,9 +60,9 @@ class EpochWatch:
                 self._marks.append(Mark(time.monotonic_ns(), epoch, version))
             time.sleep(_POLL_S)
 
-    def change(self, since_ns: int) -> Change | None:
-        """The first change that began after `since_ns`, once it is complete."""
-        return change_in(self._marks[:], since_ns)
+    def changes(self, since_ns: int) -> list[Change]:
+        """Those that began after `since_ns` and are complete, up to now."""
+        return changes_in(self._marks[:], since_ns)
 
     def members(self) -> int:
         topology = self._board.topology()
@@ -70,20 +70,22 @@ class EpochWatch:
         return sum(seat.state == "member" for seat in seats)
 
 
-def change_in(marks: list[Mark], since_ns: int) -> Change | None:
-    """The first stop after `since_ns` and the first even word after it, if there is one.
+def changes_in(marks: list[Mark], since_ns: int) -> list[Change]:
+    """Each stop after `since_ns` with the first even word after it.
 
     When a death during the change makes it begin again, it counts as one change.
     """
-    moved = [mark for i, mark in enumerate(marks) if i and mark.epoch != marks[i - 1].epoch]
-    odd = next((m for m in moved if m.at_ns > since_ns and m.epoch % 2), None)
-    if odd is None:
-        return None
-    even = next((m for m in moved if m.at_ns > odd.at_ns and m.epoch % 2 == 0), None)
-    if even is None:
-        return None
-    published_ns, version = odd.at_ns, odd.version
-    for mark in marks:
-        if odd.at_ns < mark.at_ns <= even.at_ns and mark.version != version:
-            published_ns, version = mark.at_ns, mark.version
-    return Change(odd.at_ns, published_ns, even.at_ns)
+    found: list[Change] = []
+    odd: Mark | None = None
+    published_ns, before = 0, marks[0] if marks else None
+    for mark in marks[1:]:
+        assert before is not None
+        if odd is None and mark.epoch != before.epoch and mark.epoch % 2 and mark.at_ns > since_ns:
+            odd, published_ns = mark, mark.at_ns
+        elif odd is not None and mark.version != before.version:
+            published_ns = mark.at_ns
+        if odd is not None and mark.epoch % 2 == 0:
+            found.append(Change(odd.at_ns, published_ns, mark.at_ns))
+            odd = None
+        before = mark
+    return found

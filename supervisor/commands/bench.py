@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,8 +14,8 @@ from typing import Any
 import click
 from rich.table import Table
 
-from phalanx.protocol.errors import PhalanxError
-from phalanx.supervisor.commands.common import console, json_option, print_json
+from phalanx.protocol.errors import ExitCode, PhalanxError
+from phalanx.supervisor.commands.common import console, finish, json_option, print_json
 
 
 @click.group()
@@ -153,9 +154,16 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 def recovery(
     kills: int, ranks: int, streams: int, model: str, seed: int, blocks: int, as_json: bool
 ) -> None:
-    """Kill workers under load: how long streams stand still, and whether a token changes."""
-    options = {"kills": kills, "ranks": ranks, "streams": streams, "model": model, "seed": seed}
-    _run("recovery", as_json, **options, blocks=blocks)
+    """Kill workers under load: how long streams stand still, and whether a token changes.
+
+    Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed or was lost.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    run = importlib.import_module("phalanx.bench.recovery").run
+    figures = run(kills, ranks, streams, model, seed, blocks)
+    report(figures, as_json)
+    if figures["failed"] or figures["tokens_changed"] or figures["streams_lost"]:
+        finish(ExitCode.UNHEALTHY)
 
 
 @bench.command()

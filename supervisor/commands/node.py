@@ -37,6 +37,7 @@ from phalanx.supervisor.lock import FAILED_FILE
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
+_END_S = 60.0  # what a supervisor takes at most to end once its node has
 
 
 @click.command()
@@ -153,6 +154,13 @@ def start_detached(
 
     Raises PhalanxError with the reason when it gives up instead.
     """
+    return _start(config, quiet, owner_fd)[0]
+
+
+def _start(
+    config: NodeConfig, quiet: bool, owner_fd: int | None
+) -> "tuple[StatusReply, subprocess.Popen[bytes]]":
+    """`start_detached`, and the supervisor's process."""
     owner = [] if owner_fd is None else ["--owner-fd", str(owner_fd)]
     failure = config.run_path / FAILED_FILE
     failure.unlink(missing_ok=True)
@@ -168,7 +176,7 @@ def start_detached(
             start_new_session=True,
         )
     try:
-        return _await_ready(config, child, quiet)
+        return _await_ready(config, child, quiet), child
     finally:
         wanted.unlink(missing_ok=True)
 
@@ -191,16 +199,20 @@ def _await_ready(config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bo
 
 @contextlib.contextmanager
 def private_node(
-    model: str, ranks: int, quiet: bool = True, inject: bool = False
+    model: str,
+    ranks: int,
+    quiet: bool = True,
+    inject: bool = False,
+    base: NodeConfig = NodeConfig(),  # noqa: B008 - it is immutable
 ) -> Iterator[tuple[NodeConfig, StatusReply]]:
     """A node of one's own in a temporary run directory; everything is gone at the end, also when this
     process is killed."""
     with tempfile.TemporaryDirectory(prefix="ph") as folder:
         given = {"model": model, "ranks": ranks, "fault_injection": inject}
-        config = build_config(NodeConfig(), Path(folder), given)
+        config = build_config(base, Path(folder), given)
         read_end, write_end = os.pipe()
         try:
-            status = start_detached(config, quiet, read_end)
+            status, supervisor = _start(config, quiet, read_end)
         except BaseException:
             os.close(write_end)
             raise
@@ -213,6 +225,7 @@ def private_node(
                 killed = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
             finally:
                 os.close(write_end)
+                supervisor.wait(_END_S)
             if left := [*killed, *names(config.node)]:
                 raise PhalanxError(f"the node left something behind: {', '.join(left)}")
 

@@ -6,22 +6,25 @@ import pytest
 
 from phalanx.bench.recovery import Figures, _compare, run
 from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
-from phalanx.bench.recovery_watch import Change, Mark, change_in
+from phalanx.bench.recovery_watch import Change, Mark, changes_in
 from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Spec
 
 
 def test_a_change_is_stop_publish_and_go() -> None:
     marks = [Mark(5, 2, 2), Mark(10, 3, 2), Mark(14, 3, 3), Mark(15, 3, 4), Mark(20, 4, 4)]
-    assert change_in(marks, 7) == Change(10, 15, 20)
-    assert change_in(marks[:-1], 7) is None, "it is not complete"
-    assert change_in(marks, 12) is None, "it began before"
+    assert changes_in(marks, 7) == [Change(10, 15, 20)]
+    assert changes_in(marks[:-1], 7) == [], "it is not complete"
+    assert changes_in(marks, 12) == [], "it began before"
+    again = [*marks, Mark(30, 5, 4), Mark(33, 5, 6), Mark(34, 6, 6)]
+    assert changes_in(again, 7) == [Change(10, 15, 20), Change(30, 33, 34)]
+    assert changes_in(again, 20) == [Change(30, 33, 34)]
 
 
 def test_a_death_during_the_change_makes_it_longer() -> None:
     before = Mark(5, 2, 2)
     marks = [before, Mark(10, 3, 2), Mark(15, 3, 4), Mark(16, 5, 4), Mark(18, 5, 6), Mark(20, 6, 6)]
-    assert change_in(marks, 7) == Change(10, 18, 20)
+    assert changes_in(marks, 7) == [Change(10, 18, 20)]
 
 
 def test_half_of_the_prompts_are_long_and_every_kind_occurs() -> None:
