@@ -34,6 +34,8 @@ REQUESTS = 24
 LEAVE_SHARE = 0.1  # of the requests that their client aborts midway
 REQUEST_S_MAX = 240.0
 HEAL_S_MAX = 90.0
+GAPS_TOLD = 3
+JUST_BEFORE_S = 2.0  # a fault shows that much later at most
 _ANSWER_S = 10.0
 _POLL_S = 0.1
 
@@ -46,6 +48,17 @@ class Outcome:
     text: str = ""
     finals: list[str] = field(default_factory=list[str])  # finish reasons: exactly one is right
     longest_gap_ms: float = 0.0
+    gap_end: float = 0.0  # when that gap was over, time.monotonic
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The longest time that a sequence stood still."""
+
+    ms: float
+    end_s: float
+    request_id: str
+    index: int
 
 
 @dataclass
@@ -65,7 +78,7 @@ class Tally:
     compared: int = 0
     left: int = 0  # requests whose client left midway
     refused: int = 0  # before they were accepted
-    gaps_ms: list[float] = field(default_factory=list[float])
+    gaps: list[Gap] = field(default_factory=list[Gap])
     faults: list[Fault] = field(default_factory=list[Fault])
     wrong: list[Wrong] = field(default_factory=list[Wrong])
 
@@ -147,7 +160,8 @@ class Chaos:
                 outcome, now = outcomes[event.index], time.monotonic()
                 if outcome.tokens:
                     gap_ms = (now - last[event.index]) * 1000
-                    outcome.longest_gap_ms = max(outcome.longest_gap_ms, gap_ms)
+                    if gap_ms > outcome.longest_gap_ms:
+                        outcome.longest_gap_ms, outcome.gap_end = gap_ms, now
                 last[event.index] = now
                 if isinstance(event, Delta):
                     outcome.tokens.extend(event.token_ids)
@@ -173,7 +187,8 @@ class Chaos:
         tally.left += leave
         for index, got in enumerate(outcomes):
             tally.compared += 1
-            tally.gaps_ms.append(got.longest_gap_ms)
+            end_s = round(got.gap_end - self._started, 2)
+            tally.gaps.append(Gap(got.longest_gap_ms, end_s, request_id, index))
             wrong = difference(self._wanted[position, index], got, leave)
             if wrong is not None:
                 at_s = round(time.monotonic() - self._started, 2)
@@ -235,7 +250,7 @@ class Chaos:
     def _report(self, missing: str) -> dict[str, Any]:
         tally = self._tally
         kinds = Counter(wrong.what for wrong in tally.wrong)
-        gaps = sorted(tally.gaps_ms) or [0.0]
+        gaps = sorted(gap.ms for gap in tally.gaps) or [0.0]
         return {
             "faults": len(tally.faults),
             "faults_by_target": dict(
@@ -249,10 +264,22 @@ class Chaos:
             "refused": tally.refused,
             "longest_gap_ms_p50": round(gaps[len(gaps) // 2], 1),
             "longest_gap_ms_max": round(gaps[-1], 1),
+            "longest_gaps": longest(tally.gaps, tally.faults),
             "missing_at_the_end": missing,
             "wrong": [vars(wrong) for wrong in tally.wrong[:50]],
             "ok": not tally.wrong and not missing,
         }
+
+
+def longest(gaps: list[Gap], faults: list[Fault]) -> list[dict[str, Any]]:
+    """The longest gaps, and which faults came in each of them or just before it."""
+    told: list[dict[str, Any]] = []
+    for gap in sorted(gaps, key=lambda gap: -gap.ms)[:GAPS_TOLD]:
+        start_s = gap.end_s - gap.ms / 1000
+        near = [f for f in faults if start_s - JUST_BEFORE_S <= f.at_s <= gap.end_s]
+        said = [f"{f.at_s:.1f} s: {f.kind} {f.target}" + f" {f.ms} ms" * (f.ms > 0) for f in near]
+        told.append(vars(gap) | {"ms": round(gap.ms, 1), "faults": said})
+    return told
 
 
 def difference(wanted: Outcome, got: Outcome, left: bool) -> tuple[str, str] | None:

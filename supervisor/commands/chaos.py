@@ -46,6 +46,6 @@ def chaos(
             config, _ = stack.enter_context(private_node(model, ranks, inject=True))
             run_dir = config.run_path
         figures = run(run_dir.absolute(), minutes, seed, streams, lambda line: errors.print(line))
-    report(figures, as_json)
+        report(dict(figures), as_json)
     if not figures["ok"]:
         finish(ExitCode.UNHEALTHY)

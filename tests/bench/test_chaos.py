@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from phalanx.bench.chaos import Outcome, difference
-from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Schedule
+from phalanx.bench.chaos import Gap, Outcome, difference, longest
+from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Fault, Schedule
 
 NAMES = ["gateway", "kvstore", "scheduler-0", "scheduler-1", "tokenizer-0", "worker-0", "worker-1"]
 
@@ -48,6 +48,21 @@ def test_a_seed_gives_one_schedule_and_it_spares_the_restart_limit() -> None:
         windows = [sum(at - WINDOW_S < t <= at for t in times) for at in times]
         assert max(windows) <= DEATHS_MAX
     assert Counter(f.target for f in faults).keys() == set(NAMES)
+
+
+def test_of_a_long_gap_it_tells_the_faults() -> None:
+    gaps = [Gap(10.0 * at, 50.0, f"r{at}", 0) for at in range(8)] + [Gap(5000.0, 30.0, "worst", 1)]
+    faults = [Fault(20.0, "kill", "worker-1"), Fault(24.0, "stop", "gateway", 400)]
+    faults += [Fault(29.5, "kill", "worker-0"), Fault(31.0, "kill", "eplb")]
+    first, second, third = longest(gaps, faults)
+    assert (first["ms"], first["end_s"], first["request_id"], first["index"]) == (
+        5000,
+        30,
+        "worst",
+        1,
+    )
+    assert first["faults"] == ["24.0 s: stop gateway 400 ms", "29.5 s: kill worker-0"]
+    assert (second["request_id"], second["faults"], third["request_id"]) == ("r7", [], "r6")
 
 
 @pytest.mark.soak
