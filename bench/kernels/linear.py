@@ -211,9 +211,7 @@ def _sweep(limits: Ceilings) -> Iterator[Figure]:
             (64, 64, 4, 5),
             (128, 128, 4, 3),
             (128, 128, 8, 3),
-            (128, 64, 8, 4),
-            (64, 256, 4, 2),
-            (64, 256, 4, 3),
+            (64, 128, 4, 5),
         )
     ]
     few_splits = {
@@ -263,11 +261,11 @@ def _tried(limits: Ceilings, case: _Case, label: str, settings: Config) -> Itera
 _FEW_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6},
     {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 4},
 )
 _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
@@ -302,7 +300,8 @@ def _tune() -> dict[str, dict[str, Config]]:
             case = _Case(shape, num_rows)
             tried = [one | splits for one in _FEW_CANDIDATES]
             table["few_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)
-        for num_rows in _MANY_SIZES if shape.name != "head" else ():
+        many = shape.name != "head" and shape.groups * shape.rows > 64
+        for num_rows in _MANY_SIZES if many else ():
             case = _Case(shape, num_rows)
             tried = [one | splits for one in _MANY_CANDIDATES]
             table["many_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)

@@ -34,6 +34,7 @@ _FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes t
 _EARLY: Final = 0  # whether a kernel is launched while the one before it still runs
 _LAST: Final = 0  # whether the last program of a tile adds its splits up, where that is possible
 _FEW: Final = 512  # rows up to which weights are not dequantized ahead
+_NARROW: Final = 64  # weights that leave nothing but splits to share among programs
 
 
 def matmul_rows(
@@ -148,10 +149,10 @@ def few_settings(num_rows: int, *, fp8: bool = True) -> Config:
     return tiles if fp8 else tiles | {"num_stages": 4}
 
 
-def many_settings() -> Config:
+def many_settings(rows: int) -> Config:
     """Tiles for a product bound by its arithmetic; BAND as in `linear_kernels.many_rows`."""
     tiles = {"BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 8}
-    return tiles | {"num_warps": 8, "num_stages": 3}
+    return tiles | {"BLOCK_N": 256 if rows >= 1024 else 128, "num_warps": 8, "num_stages": 3}
 
 
 def float_settings(num_rows: int) -> Config:
@@ -226,7 +227,7 @@ def _product(
     if isinstance(weight, Tensor) and weight.dtype == torch.float32:
         assert groups == 1
         _float(x, weight, out, rounded, settings)
-    elif (settings or {}).get("many", num_rows > _FEW):
+    elif (settings or {}).get("many", num_rows > _FEW and groups * rows > _NARROW):
         _many(x, weight, out, rounded, settings)
     else:
         _few(x, weight, out, rounded, settings, counters)
@@ -290,7 +291,8 @@ def _few(
 def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
-    tiles = _settings("many_rows", num_rows, (groups, rows, depth), many_settings(), settings)
+    default = many_settings(rows)
+    tiles = _settings("many_rows", num_rows, (groups, rows, depth), default, settings)
     fp8 = isinstance(weight, Fp8Matrix)
     splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
     x = x.to(torch.bfloat16)

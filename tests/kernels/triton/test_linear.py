@@ -114,6 +114,7 @@ def test_grouped_linear(
     device: torch.device, kind: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_FEW", few)
+    monkeypatch.setattr(ops, "_NARROW", 0)
     num_rows, groups, rows, depth = 3, 2, 32, 64
     weight = weights(kind, groups * rows, depth, device)
     x = values(num_rows, groups, depth, device=device)
@@ -138,6 +139,7 @@ def test_a_row_is_alone(
 ) -> None:
     monkeypatch.setattr(ops, "_splits", lambda *_: splits)
     monkeypatch.setattr(ops, "_MIN_SIZE", 0)
+    monkeypatch.setattr(ops, "_NARROW", 0)
     monkeypatch.setattr(ops, "_FEW", 48)  # the smallest sizes on one path, the others on the other
     same_bits(device, kind, (24 if kind == "float" else 40, 96), (1, 7, 33, 70))
 
