@@ -19,8 +19,10 @@ $(VENV)/.ready: pyproject.toml
 demo: setup
 	$(BIN)/phalanx demo
 
+# Tests without processes of their own share two cores; those that start real ones have them to themselves.
 test: setup
-	$(BIN)/python -P -m pytest -q -m 'not slow and not soak'
+	$(BIN)/python -P -m pytest -q -n 2 --dist loadfile -m 'not process and not slow and not soak'
+	$(BIN)/python -P -m pytest -q -m 'process and not slow and not soak'
 
 test-slow: setup
 	$(BIN)/python -P -m pytest -q -m slow
