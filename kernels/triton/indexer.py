@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """Scores of compressed entries over paged 68-byte keys, and candidate blocks (model.md C.6, E).
 
-A tile of keys lies in one block of the pool. Its codes become bf16 in registers, eight from a
-32-bit word, and are multiplied with one row's queries after another: rows of one sequence share the
-unpacking. Where a row's numbers go never depends on the rows beside it: every (row, tile) is the
-same four products over 2 * `WORDS` dimensions, in one order.
+A tile of keys lies in one block of the pool. Its codes become bf16 in the registers from which they
+are multiplied with the queries of one row, or of several rows of one sequence side by side. A row's
+numbers never depend on the rows beside it: every (row, tile) is the same product, its dimensions in
+one order.
 
-How a word w becomes bf16: with a code `s ee m` at the right place of a 16-bit half, sign at bit 15
-and `ee m` at bits 8 to 6, the half is 2^-126 times the e2m1 value, also where that is subnormal.
-One product with a power of two brings it to its size, exactly.
+How codes become bf16: with a code `s ee m` at the right place of a 16-bit half, sign at bit 15 and
+`ee m` at bits 8 to 6, the half is 2^-126 times the e2m1 value, also where that is subnormal. One
+product with a power of two brings it to its size, exactly.
 """
 
 from typing import Final
@@ -110,7 +110,7 @@ def _dot(left, right, total):
 
 @triton.jit
 def _quad(QUADS: tl.constexpr, GROUPS: tl.constexpr):
-    """Which four dimensions stand at each place of a product: [..., GROUPS, 2] -> [QUADS].
+    """The order of a key's words of four codes within a product, [QUADS].
 
     In an operand of the tensor cores a thread holds every eighth pair of a row. In this order these
     pairs are of one group, so that it unpacks one scale.
@@ -131,7 +131,7 @@ def _factors(scales, shift, QUADS: tl.constexpr):
 
 
 @triton.jit
-def _keys(codes, factors, PART: tl.constexpr):
+def _part(codes, factors, PART: tl.constexpr):
     """Code PART of every four: int16 [T, W], bf16 [T, W] -> bf16 [T, W], 2^-32 times the key."""
     if _INTERPRETED:
         code = codes.to(tl.int32) >> (4 * PART)
@@ -173,6 +173,15 @@ def _asm_keys(codes, factors, PLACE: tl.constexpr):
 
 
 @triton.jit
+def _keys(codes, factors):
+    """All parts, one after the other: bf16 [T, 4 W]."""
+    even = tl.join(_part(codes, factors, 0), _part(codes, factors, 2))
+    odd = tl.join(_part(codes, factors, 1), _part(codes, factors, 3))
+    parts = tl.join(even, odd)  # [T, W, part // 2, part % 2]
+    return parts.trans(0, 2, 3, 1).reshape(codes.shape[0], 4 * codes.shape[1])
+
+
+@triton.jit
 def _shift(pointer, never, GROUPS: tl.constexpr):
     """Where each group's scale starts in a record's word, in bits: int32 [GROUPS].
 
@@ -184,25 +193,17 @@ def _shift(pointer, never, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _query_parts(queries, head, known, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What belongs to `_keys` of each part: four of bf16 [QUADS, COLUMNS], 2^32 times the query.
+def _load_queries(queries, head, known, QUADS: tl.constexpr, COLUMNS: tl.constexpr):
+    """2^32 times the queries, in the order of `_keys`: bf16 [4 QUADS, COLUMNS].
 
     `head` counts the heads of all rows; it is read where `known`.
     """
     source = head.to(tl.int64)[:, None] * (4 * QUADS) + tl.arange(0, 4 * QUADS)[None, :]
     values = tl.load(queries + source, mask=known[:, None], other=0.0)
     values = (values.to(tl.float32) * 4294967296.0).to(tl.bfloat16)
-    # Dimension ((group, i), pair), part -> place (i, group, pair), as in `_quad`.
-    values = values.reshape(COLUMNS, QUADS // 8, 4, 2, 2, 2).trans(2, 1, 3, 0, 4, 5)
-    even, odd = tl.split(values)
-    q0, q2 = tl.split(even)
-    q1, q3 = tl.split(odd)
-    return (
-        q0.reshape(QUADS, COLUMNS),
-        q1.reshape(QUADS, COLUMNS),
-        q2.reshape(QUADS, COLUMNS),
-        q3.reshape(QUADS, COLUMNS),
-    )
+    # Dimensions are (group, i, pair, part), places (part, i, group, pair): see `_quad`.
+    values = values.reshape(COLUMNS, QUADS // 8, 4, 2, 4).trans(4, 2, 1, 3, 0)
+    return values.reshape(4 * QUADS, COLUMNS)
 
 
 @triton.jit
@@ -311,7 +312,7 @@ def _score_kernel(
     known = (column % HEADS < num_heads) & (start + column // HEADS < stop)
     known &= first * TILE < tl.max(seen_here)
     head = (start + column // HEADS) * num_heads + column % HEADS
-    q0, q1, q2, q3 = _query_parts(queries, head, known, QUADS, ROWS * HEADS)
+    q = _load_queries(queries, head, known, QUADS, ROWS * HEADS)
     weights = tl.load(head_weights + head, mask=known, other=0.0).to(tl.bfloat16)
     weights = tl.broadcast_to(weights[None, :], (TILE, ROWS * HEADS))
     ones = tl.full((HEADS, 16), 1.0, tl.float32).to(tl.bfloat16)
@@ -334,10 +335,7 @@ def _score_kernel(
                 keys, table, tile, block_stride, quad, shift, ENTRIES, TILE, RECORD, QUADS
             )
             dots = tl.zeros((TILE, ROWS * HEADS), tl.float32)
-            dots = _dot(_keys(codes, factors, 0), q0, dots)
-            dots = _dot(_keys(codes, factors, 1), q1, dots)
-            dots = _dot(_keys(codes, factors, 2), q2, dots)
-            dots = _dot(_keys(codes, factors, 3), q3, dots)
+            dots = _dot(_keys(codes, factors), q, dots)
             parts = _weighted(dots, weights)
             if ROWS > 1:
                 parts = parts.reshape(TILE, ROWS, HEADS).trans(1, 0, 2).reshape(ROWS * TILE, HEADS)
@@ -409,10 +407,9 @@ def paged_scores(
 
     Returns:
         bf16 values [R, num_entries_max] of type `out_dtype`; -inf from `visible` on.
-        Bound: a dot is summed in float32 over four dimensions apart, and heads by the tensor cores
-        in float32, in one order for all rows. Where these sums are exact, which the few bits of
-        codes and weights make the rule, the result is the reference's bit for bit; elsewhere it may
-        round to a neighbour.
+        Bound: tensor cores sum the dimensions, and then the heads, in float32, each in one order for
+        all rows. Where these sums are exact, which the few bits of codes and weights make the rule,
+        the result is the reference's bit for bit; elsewhere it may round to a neighbour.
 
     Raises:
         ValueError: a shape or an alignment that is not supported.
