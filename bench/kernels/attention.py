@@ -200,20 +200,36 @@ def _steps(rows: int, seqs: int) -> list[Step]:
 
 # --- Settings ------------------------------------------------------------------------------------
 
-_WEIGHTS: Final = tuple(
-    {"pairs": pairs, "weights_warps": warps, "weights_stages": stages}
-    for pairs, warps, stages in ((32, 4, 3), (32, 4, 4), (64, 4, 2), (64, 8, 3))
+_WEIGHTS: Final[tuple[Config, ...]] = tuple(
+    {
+        "pairs": pairs,
+        "weights_warps": warps,
+        "weights_stages": stages,
+        "weights_registers": registers,
+    }
+    for pairs, warps, stages, registers in (
+        (32, 4, 3, 128),
+        (32, 4, 3, 0),
+        (32, 8, 3, 0),
+        (64, 8, 3, 0),
+    )
 )
-_VALUES: Final = tuple(
-    {"parts": parts, "step": step, "values_warps": warps, "values_stages": stages}
-    for parts, step, warps, stages in (
-        (4, 64, 4, 5),
-        (4, 64, 4, 3),
-        (4, 128, 4, 3),
-        (8, 64, 4, 5),
-        (2, 64, 4, 5),
-        (2, 64, 8, 5),
-        (2, 128, 8, 3),
+_VALUES: Final[tuple[Config, ...]] = tuple(
+    {
+        "parts": parts,
+        "step": step,
+        "values_warps": warps,
+        "values_stages": stages,
+        "values_registers": registers,
+    }
+    for parts, step, warps, stages, registers in (
+        (4, 64, 8, 5, 128),
+        (4, 64, 4, 5, 0),
+        (4, 128, 8, 3, 0),
+        (4, 128, 4, 3, 0),
+        (8, 64, 8, 5, 0),
+        (2, 64, 4, 5, 0),
+        (2, 64, 8, 5, 0),
     )
 )
 _OVERLAPS: Final[tuple[Config, ...]] = ({"overlap": 0}, {"overlap": 1})

@@ -250,6 +250,7 @@ def _attend(
             WIDE=queries.dtype == torch.float32,
             num_warps=launch["weights_warps"],
             num_stages=launch["weights_stages"],
+            maxnreg=launch["weights_registers"] or None,
             enable_fp_fusion=False,  # scores are rounded before their largest is subtracted
             **shape,
         )
@@ -269,6 +270,7 @@ def _attend(
             ROPE=0 if cos is None else cos.shape[1],
             num_warps=launch["values_warps"],
             num_stages=launch["values_stages"],
+            maxnreg=launch["values_registers"] or None,
             launch_pdl=bool(launch["overlap"]),
             enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
             **shape,
@@ -279,17 +281,17 @@ def _attend(
 def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int) -> Config:
     """Settings for a shape. Only those that change no bit depend on the number of rows.
 
-    `parts` is the programs that share a row's dimensions in the second kernel and `step` the slots
-    that they take at a time; `chunk` is the rows whose weights exist at a time, 164 kB each in the full
-    model; `overlap` starts the second kernel while the first one ends; `pairs` is the pairs of dimensions that a score adds at a time. The others
-    are warps and pipeline stages of the two kernels. `pairs` and `weights_warps` decide orders of
-    summation.
+    In the first kernel `pairs` is the pairs of dimensions that a score adds at a time. In the second,
+    `parts` is the programs that share a row's dimensions and `step` the slots that they take at a time.
+    The rest are warps, pipeline stages and registers (0: as many as it takes) of each; `chunk`, the rows
+    whose weights exist at a time, 164 kB each in the full model; and `overlap`, whether the second
+    kernel starts while the first one ends. `pairs` and `weights_warps` decide orders of summation.
     """
     shape = f"{heads}x{dim}x{window}+{topk}"
-    default = {"parts": 4, "step": 64, "values_warps": 4, "values_stages": 5}
-    default |= {"chunk": 512, "overlap": 0}
-    weights = {"pairs": 32, "weights_warps": 4, "weights_stages": 3}
+    weights = {"pairs": 32, "weights_warps": 4, "weights_stages": 3, "weights_registers": 128}
     weights = config("attention_weights", shape, weights)
+    values = {"parts": 4, "step": 64, "values_warps": 8, "values_stages": 5}
+    default = values | {"values_registers": 128, "chunk": 512, "overlap": 0}
     return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights
 
 

@@ -204,6 +204,20 @@ def _entry_places(
 
 
 @triton.jit
+def _side_by_side(even, odd):
+    """[rows, n] twice -> [rows, 2 n], without moving anything between threads."""
+    both = tl.permute(tl.join(even, odd), (0, 2, 1))
+    return tl.reshape(both, (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
+def _apart(both):
+    """The inverse of `_side_by_side`."""
+    pairs: tl.constexpr = both.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(both, (both.shape[0], 2, pairs)), (0, 2, 1)))
+
+
+@triton.jit
 def _scale_bytes(record, there, at, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr):
     """COUNT bytes of each record from byte `at` on, a multiple of COUNT: int32 [slots, COUNT]."""
     byte = tl.arange(0, COUNT)
@@ -222,7 +236,7 @@ def _scale_bytes(record, there, at, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr
 def _window_values(
     record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr
 ):
-    """Pairs part * PAIRS.. of window records: even and odd dimensions, bf16 [slots, PAIRS] each."""
+    """Pairs part * PAIRS.. of window records: even dimensions, then odd ones, bf16 [slots, 2 * PAIRS]."""
     GROUPS: tl.constexpr = PAIRS // 16
     pair = part * PAIRS + tl.arange(0, PAIRS)
     words = record.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :]
@@ -232,7 +246,7 @@ def _window_values(
     words = tl.reshape(words, (words.shape[0], GROUPS, 16))
     even, odd = _fp8_pairs(words, tl.broadcast_to(scale[:, :, None], words.shape))
     shape: tl.constexpr = (words.shape[0], PAIRS)
-    return tl.reshape(even, shape), tl.reshape(odd, shape)
+    return _side_by_side(tl.reshape(even, shape), tl.reshape(odd, shape))
 
 
 @triton.jit
@@ -249,12 +263,12 @@ def _entry_values(
     codes = tl.reshape(codes, (codes.shape[0], GROUPS, 8))
     even, odd = _fp4_pairs(codes, tl.broadcast_to(scale[:, :, None], codes.shape))
     shape: tl.constexpr = (codes.shape[0], PAIRS)
-    return tl.reshape(even, shape), tl.reshape(odd, shape)
+    return _side_by_side(tl.reshape(even, shape), tl.reshape(odd, shape))
 
 
 @triton.jit
 def _queries(queries, place, mask, part, PAIRS: tl.constexpr, WIDE: tl.constexpr):
-    """Pairs part * PAIRS.. of queries at `place` (in pairs): even and odd dimensions, bf16."""
+    """Pairs part * PAIRS.. of queries at `place` (in pairs): even dimensions, then odd ones."""
     place += part * PAIRS + tl.arange(0, PAIRS)[None, :]
     if WIDE:
         both = tl.load(queries.to(tl.pointer_type(tl.int64)) + place, mask=mask, other=0)
@@ -264,13 +278,7 @@ def _queries(queries, place, mask, part, PAIRS: tl.constexpr, WIDE: tl.constexpr
         both = tl.load(queries.to(tl.pointer_type(tl.int32)) + place, mask=mask, other=0)
         even = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
         odd = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return even, odd
-
-
-@triton.jit
-def _scored(scores, queries_even, queries_odd, even, odd):
-    scores = tl.dot(_operand(queries_even), tl.trans(_operand(even)), scores)
-    return tl.dot(_operand(queries_odd), tl.trans(_operand(odd)), scores)
+    return _side_by_side(even, odd)
 
 
 @triton.jit
@@ -361,9 +369,9 @@ def weights_kernel(
             ring_slot_stride, ring_entry_stride, DIM, RING, WINDOW, BLOCK,
         )  # fmt: skip
         for part in range(DIM // 2 // PAIRS):
-            queries_even, queries_odd = _queries(queries, query, mask, part, PAIRS, WIDE)
-            even, odd = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
-            scores = _scored(scores, queries_even, queries_odd, even, odd)
+            values = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
+            ours = _queries(queries, query, mask, part, PAIRS, WIDE)
+            scores = tl.dot(_operand(ours), tl.trans(_operand(values)), scores)
         _store_weights(
             scores * scale, there, record, weights, places, tops, totals, tile, head,
             HEADS, SLOTS, NUM_SLOTS,
@@ -375,9 +383,9 @@ def weights_kernel(
             block_table + seq * table_stride, compressed, block_stride, DIM, TOPK, ENTRIES,
         )  # fmt: skip
         for part in range(DIM // 2 // PAIRS):
-            queries_even, queries_odd = _queries(queries, query, mask, part, PAIRS, WIDE)
-            even, odd = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
-            scores = _scored(scores, queries_even, queries_odd, even, odd)
+            values = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
+            ours = _queries(queries, query, mask, part, PAIRS, WIDE)
+            scores = tl.dot(_operand(ours), tl.trans(_operand(values)), scores)
         _store_weights(
             scores * (scale * _ENTRY_BOOST), there, record, weights, places, tops, totals, tile,
             head, HEADS, SLOTS, NUM_SLOTS,
@@ -457,27 +465,23 @@ def values_kernel(
     for i in tl.static_range(TILES):
         more = tl.load(totals + i * HEADS + head, mask=mask, other=0.0)
         total += more * _tile_factor(tops, i, head, top, HEADS)
-    sum_even = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
-    sum_odd = tl.zeros((HEAD_TILE, PAIRS), dtype=tl.float32)
+    sums = tl.zeros((HEAD_TILE, 2 * PAIRS), dtype=tl.float32)
     for i in range(WINDOW_TILES * SLOTS // STEP):
         slot = i * STEP + tl.arange(0, STEP)
         record, there = _records(places, slot, ALIGNMENT)
-        even, odd = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
+        values = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
         factor = _tile_factor(tops, i * STEP // SLOTS, head, top, HEADS)
         weight = _operand(_rounded_weights(weights, slot, head, factor, HEADS, NUM_SLOTS))
-        sum_even = tl.dot(weight, _operand(even), sum_even)
-        sum_odd = tl.dot(weight, _operand(odd), sum_odd)
+        sums = tl.dot(weight, _operand(values), sums)
     for i in range(WINDOW_TILES * SLOTS // STEP, TILES * SLOTS // STEP):
         slot = i * STEP + tl.arange(0, STEP)
         record, there = _records(places, slot, ALIGNMENT)
-        even, odd = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
+        values = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
         factor = _tile_factor(tops, i * STEP // SLOTS, head, top, HEADS)
         factor *= _ENTRY_BOOST
         weight = _operand(_rounded_weights(weights, slot, head, factor, HEADS, NUM_SLOTS))
-        sum_even = tl.dot(weight, _operand(even), sum_even)
-        sum_odd = tl.dot(weight, _operand(odd), sum_odd)
-    even = _widened(_rounded(sum_even / total[:, None]))
-    odd = _widened(_rounded(sum_odd / total[:, None]))
+        sums = tl.dot(weight, _operand(values), sums)
+    even, odd = _apart(_widened(_rounded(sums / total[:, None])))
     pair = part * PAIRS + tl.arange(0, PAIRS)
     if ROPE > 0:
         # Channels before the rotated ones are multiplied by one and added zero: not touched.

@@ -174,7 +174,7 @@ def close(got: Tensor, step: Rows, parts: list[tuple[Tensor, Tensor]]) -> bool:
     return bool(few and ((got.double() - want).abs() <= bound).all())
 
 
-STEP = [(0, 1), (40, 1), (7, 2)]  # first tokens, decode, verification
+STEP = [(0, 1), (40, 2)]  # a first token; rows of a longer sequence
 
 
 def parts(step: Rows) -> list[tuple[Tensor, Tensor]]:
@@ -246,11 +246,10 @@ def test_bf16_narrow_integers_and_blocks_by_row(device: torch.device) -> None:
 def test_a_row_is_the_same_in_any_company(device: torch.device) -> None:
     step = rows(device, STEP)
     whole = step.attend()
-    order = [2, 3, 1, 0]
+    order = [1, 2, 0]
     assert torch.equal(step.take(order).attend(), whole[torch.tensor(order, device=device)])
-    for row in (0, 2):
-        assert torch.equal(step.take([row]).attend(), whole[row : row + 1])
-    assert torch.equal(step.take([2, 3]).attend(), whole[2:])
+    for some in ([0], [1], [1, 2]):
+        assert torch.equal(step.take(some).attend(), whole[some])
 
 
 def test_a_row_is_the_same_as_decode_and_as_prefill(device: torch.device) -> None:
@@ -358,7 +357,7 @@ def test_full_model_whatever_the_settings() -> None:
     ):
         settings = {"parts": parts_, "step": at_once, "values_warps": warps}
         settings |= {"values_stages": stages, "weights_stages": min(stages, 3)}
-        settings |= {"overlap": int(warps == 4), "chunk": 7 * warps}
+        settings |= {"overlap": int(warps == 4), "chunk": 7 * warps, "values_registers": 0}
         assert torch.equal(step.attend(settings=settings), want)
 
 
