@@ -29,6 +29,7 @@ from phalanx.supervisor.processes import process_table
 
 PHALANX = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
 _ANSWER_S = 10.0
+_START_S = 400.0
 
 # (position, index) -> (finish reason, token ids, text)
 Streams = dict[tuple[int, int], tuple[str, tuple[int, ...], str]]
@@ -51,7 +52,8 @@ class Node:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def start(self, ranks: int, *more: object) -> dict[str, Any]:
-        (document,) = self("up", "--ranks", ranks, "--detach", *more)
+        # A GPU's kernels are compiled at the first start.
+        (document,) = self("up", "--ranks", ranks, "--detach", *more, timeout=_START_S)
         assert isinstance(document, dict)
         return document
 

@@ -72,13 +72,14 @@ def check(
     start: Callable[..., Node],
     model: str,
     wanted: list[Spec],
+    plenty: dict[str, int | str],
     small: dict[str, int | str],
     alone: int,
 ) -> None:
     """One node with plenty of everything, then one with little: the same streams."""
     options = ("--device", DEVICE, "--model", model)
     with tempfile.TemporaryDirectory() as scratch:
-        node = start(1, *options, "--config", config_file(Path(scratch)))
+        node = start(1, *options, "--config", config_file(Path(scratch), **plenty))
         together = timed("together", lambda: node.run(wanted, timeout=_READ_S))
         assert len(together) == sum(spec.n for spec in wanted)
         assert {stream[0] for stream in together.values()} == {"length"}
@@ -103,7 +104,7 @@ def timed(name: str, work: Callable[[], Streams]) -> Streams:
 def test_streams_of_a_small_model(start_node: Callable[..., Node]) -> None:
     lengths = [1, 2, 9, 17, 130, 300, 40, 129, 500, 33, 5, 64]
     small: dict[str, int | str] = {"max_num_batched_tokens": 64, "num_blocks": 14}
-    check(start_node, "random-tiny", specs(lengths, 40, 500), small, alone=5)
+    check(start_node, "random-tiny", specs(lengths, 40, 500), {}, small, alone=5)
 
 
 @pytest.fixture(scope="module")
@@ -123,5 +124,6 @@ def test_streams_of_four_full_layers(full_model: Path, start_node: Callable[...,
     """A prompt of 32k tokens among 64 streams."""
     rng = random.Random(4)
     lengths = [32_768, *(rng.choice((3, 60, 129, 400, 1000)) for _ in range(63))]
-    small: dict[str, int | str] = {"max_num_batched_tokens": 512, "num_blocks": 600}
-    check(start_node, str(full_model), specs(lengths, 48, 129_000), small, alone=6)
+    plenty: dict[str, int | str] = {"max_num_batched_tokens": 2048, "num_blocks": 2000}
+    small: dict[str, int | str] = {"max_num_batched_tokens": 512, "num_blocks": 400}
+    check(start_node, str(full_model), specs(lengths, 48, 129_000), plenty, small, alone=6)
