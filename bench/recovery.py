@@ -183,6 +183,7 @@ def _kill(
                 )
             time.sleep(_POLL_S)
         over.wait(0.5)  # streams go on in the whole group
+        changes = watch.changes(killed_ns)
     loss, rejoin = changes[0], changes[1] if len(changes) > 1 else None
     return Kill(killed_ns, seat, moved, loss, rejoin, changes[-1].even_ns, used)
 

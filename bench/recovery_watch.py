@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from phalanx.protocol.board import Board
+from phalanx.protocol.topology import Topology
 
 _POLL_S = 0.00025
 
@@ -65,9 +66,15 @@ class EpochWatch:
         return changes_in(self._marks[:], since_ns)
 
     def members(self) -> int:
-        topology = self._board.topology()
-        seats = topology.seats if topology is not None else ()
-        return sum(seat.state == "member" for seat in seats)
+        """How many ranks run now; 0 while the group is stopped."""
+        return members_of(self._board.topology(), self._board.epoch)
+
+
+def members_of(topology: Topology | None, epoch: int) -> int:
+    """Of a topology that was read before the epoch word. The next group's is there before it runs."""
+    if topology is None or topology.epoch != epoch:
+        return 0
+    return sum(seat.state == "member" for seat in topology.seats)
 
 
 def changes_in(marks: list[Mark], since_ns: int) -> list[Change]:

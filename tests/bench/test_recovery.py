@@ -6,8 +6,9 @@ import pytest
 
 from phalanx.bench.recovery import Figures, _compare, run
 from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
-from phalanx.bench.recovery_watch import Change, Mark, changes_in
+from phalanx.bench.recovery_watch import Change, Mark, changes_in, members_of
 from phalanx.protocol.messages import Sampling
+from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Spec
 
 
@@ -25,6 +26,13 @@ def test_a_death_during_the_change_makes_it_longer() -> None:
     before = Mark(5, 2, 2)
     marks = [before, Mark(10, 3, 2), Mark(15, 3, 4), Mark(16, 5, 4), Mark(18, 5, 6), Mark(20, 6, 6)]
     assert changes_in(marks, 7) == [Change(10, 18, 20)]
+
+
+def test_a_group_is_whole_when_it_runs_not_when_it_is_told_of() -> None:
+    seats = (Seat(0, 1, 1, "member"), Seat(1, 2, 1, "member"), Seat(2, 1, 1, "lost"))
+    assert members_of(Topology(6, seats), 6) == 2
+    assert members_of(Topology(6, seats), 5) == 0
+    assert members_of(None, 1) == 0
 
 
 def test_half_of_the_prompts_are_long_and_every_kind_occurs() -> None:
