@@ -65,6 +65,11 @@ def _flash_mla(capability: tuple[int, int]) -> str:
     return "not checked against the reference on this GPU"
 
 
+def _deep_ep(capability: tuple[int, int]) -> str:
+    return "it is for exchanges between nodes; within one, ranks share memory"
+
+
+DEEP_EP: Final = Vendor("deep_ep", "deep_ep", _deep_ep)
 DEEP_GEMM: Final = Vendor("deep_gemm", "deep_gemm", _deep_gemm)
 FLASH_MLA: Final = Vendor("flash_mla", "flash_mla", _flash_mla)
 

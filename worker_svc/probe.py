@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from phalanx.kernels import ops  # noqa: F401  (fills the registry)
-from phalanx.kernels.registry import choices
+from phalanx.kernels.registry import DEEP_EP, choices
 from phalanx.worker_svc.model.invariance import check_invariance
 
 
@@ -27,7 +27,7 @@ def probe() -> dict[str, object]:
         "row-invariant on this CPU": invariant,
         "gpus": gpus,
         "triton": _version("triton"),
-        "exchange": "shared memory of this machine",
+        "exchange": f"shared memory of this machine (not deep_ep: {DEEP_EP.reason((0, 0))})",
         **_kernels(),
     }
 
