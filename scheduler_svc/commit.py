@@ -4,7 +4,6 @@ what is new to the gateway, and what carries log-probabilities. Pure."""
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import FinishReason, TokenLogprobs, TokenRows, TokensItem
@@ -14,8 +13,6 @@ from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import RUNNING, Sequence
 from phalanx.scheduler_svc.stops import STATUS_NAN, Rows, sample_error
-
-Bool = npt.NDArray[np.bool_]
 
 _ONE = np.int32(1)
 
@@ -38,22 +35,23 @@ class Commit:
 class Fresh:
     """New tokens of a step for `rows`, behind their `have[i]` outputs.
 
-    `spans` are the tokens as they came; only the first `counts[i]` of each span count: none of a
-    sequence that ended while the step was in flight, none after the one that ends it now.
+    `spans` are the tokens as they came. Of some rows not all of them count: none of a sequence that ended
+    while the step was in flight, none after the one that ends it now.
     """
 
     rows: Rows
     have: Int32
-    counts: Int32
-    alive: Bool
-    whole: bool  # all are alive and have got some
     spans: Spans
     logprobs: tuple[TokenLogprobs | None, ...]  # parallel to the tokens; empty: none was asked for
+    broken: list[int]  # rows that end for another reason, and get nothing
+
+
+Ends = dict[int, tuple[FinishReason, int]]  # place -> why its sequence ends, tokens that count
 
 
 def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     """Enter the step's tokens. Sequences that ended while it was in flight get nothing."""
-    t, rows = rank.t, flight.sampled
+    t, rows, table = rank.t, flight.sampled, rank.table
     counts: Int32 = np.frombuffer(result.counts, np.uint8).astype(np.int32)
     tokens = np.frombuffer(result.tokens, np.int32)
     assert len(counts) == len(result.status) == len(rows), "not of this plan"
@@ -64,27 +62,31 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     _settle(rank, flight, counts)
     done = Commit()
     broken = _take_scores(flight, result, done)
-    alive = t.state.take(rows) == RUNNING
-    if broken:
-        alive &= ~np.isin(rows, broken)
-    whole = len(counts) > 0 and 0 not in result.counts
-    if np.count_nonzero(alive) < len(alive):
-        counts, whole = counts * alive, False
-    fresh = Fresh(rows, t.output_tokens.take(rows), counts, alive, whole, spans, result.logprobs)
-    reasons = _enter(rank, fresh)
-    by_row = rank.table.by_row
-    if reasons:
-        ended = [by_row[row] for row in rows.take(list(reasons)).tolist()]
-        done.ended += [(s, why, None, "") for s, why in zip(ended, reasons.values(), strict=True)]
-    _say(rank, fresh, reasons, result, done)
+    fresh = Fresh(rows, t.output_tokens.take(rows), spans, result.logprobs, broken)
+    behind = fresh.have + counts
+    full = table.outputs.append(rows, fresh.have, behind, spans)
+    ends = _ends(rank, fresh, full)
+    t.output_tokens[rows] = behind
+    if len(tokens):  # those that get none end, and what stands there does not matter any more
+        t.last_token[rows] = tokens.take(spans.ends - 1)
+    if ends:
+        ended = [table.by_row[row] for row in rows.take(list(ends)).tolist()]
+        whys = zip(ended, ends.values(), strict=True)
+        done.ended += [(sequence, why, None, "") for sequence, (why, _) in whys]
+    _say(rank, fresh, ends, result, done)
     if result.status.count(0) < len(result.status):
-        status = np.frombuffer(result.status, np.uint8) * alive
+        status = np.frombuffer(result.status, np.uint8)
         for place in status.nonzero()[0].tolist():
-            if place not in reasons:
-                sequence = by_row[rows.item(place)]
+            if place not in ends and _goes_on(rank, fresh, rows.item(place)):
+                sequence = table.by_row[rows.item(place)]
                 why = sample_error(status.item(place), sequence.num_outputs)
                 done.ended.append((sequence, "error", *why))
     return done
+
+
+def _goes_on(rank: Rank, fresh: Fresh, row: int) -> bool:
+    """Whether the sequence of `row` has not ended before its tokens came."""
+    return rank.t.state.item(row) == RUNNING and row not in fresh.broken
 
 
 def _settle(rank: Rank, flight: Flight, counts: Int32) -> None:
@@ -121,88 +123,81 @@ def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
     return broken
 
 
-def _enter(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
-    """Put the tokens behind the outputs, up to those that end a sequence; place -> why it ends."""
-    t, rows, spans = rank.t, fresh.rows, fresh.spans
-    reasons = _ends(rank, fresh)
-    rank.table.outputs.append(rows, fresh.have, spans)
-    t.output_tokens[rows] = fresh.have + fresh.counts
-    if fresh.whole and not reasons:
-        t.last_token[rows] = spans.tokens.take(spans.ends - 1)
-    else:
-        got = fresh.counts.nonzero()[0]
-        last = spans.starts.take(got) + fresh.counts.take(got) - 1
-        t.last_token[rows.take(got)] = spans.tokens.take(last)
-    return reasons
-
-
-def _ends(rank: Rank, fresh: Fresh) -> dict[int, FinishReason]:
-    """Which places end, and why; their counts are cut to what they may still get."""
-    t, rows = rank.t, fresh.rows
-    room = t.max_tokens.take(rows) - fresh.have
-    full = (fresh.counts >= room).nonzero()[0].tolist()
-    hits = rank.table.stop_ids.hits(rows, fresh.spans)
-    reasons: dict[int, FinishReason] = {}
-    if not full and not hits:
-        return reasons
-    cut, least = np.minimum(fresh.counts, room), t.min_tokens.take(rows) - fresh.have
-    for place, nth in hits:
-        if least.item(place) <= nth <= cut.item(place) and place not in reasons:
-            reasons[place], cut[place] = "stop", nth
+def _ends(rank: Rank, fresh: Fresh, full: list[int]) -> Ends:
+    """Which places end; those in `full` have all the outputs they may have."""
+    t, rows, have = rank.t, fresh.rows, fresh.have
+    ends: Ends = {}
+    for place, nth in rank.table.stop_ids.hits(rows, fresh.spans):
+        row, outputs = rows.item(place), have.item(place) + nth
+        counts = t.min_tokens.item(row) <= outputs <= t.max_tokens.item(row)
+        if counts and place not in ends and _goes_on(rank, fresh, row):
+            ends[place] = "stop", nth
     for place in full:
-        if fresh.alive.item(place) and place not in reasons:
-            reasons[place] = "length"
-    fresh.counts = cut
-    return reasons
+        row = rows.item(place)
+        if place not in ends and _goes_on(rank, fresh, row):
+            ends[place] = "length", t.max_tokens.item(row) - have.item(place)
+    return ends
 
 
-def _say(
-    rank: Rank, fresh: Fresh, reasons: dict[int, FinishReason], result: StepResult, done: Commit
-) -> None:
-    """As rows what goes on and is known to the gateway by its handle; the rest as items."""
-    t, rows, have, counts = rank.t, fresh.rows, fresh.have, fresh.counts
-    plain = t.named.take(rows)
-    if fresh.whole and not reasons and np.count_nonzero(plain) == len(plain):
-        handles = t.handle.take(rows).tobytes()
-        done.rows = TokenRows(handles, have.tobytes(), result.counts, result.tokens)
+def _say(rank: Rank, fresh: Fresh, ends: Ends, result: StepResult, done: Commit) -> None:
+    """As rows what goes on and is known to the gateway by its handle; the rest one by one."""
+    t, rows, have = rank.t, fresh.rows, fresh.have
+    odd = t.named.take(rows) == 0
+    if ends:
+        odd[list(ends)] = True
+    if 0 in result.counts:
+        odd |= fresh.spans.counts == 0
+    places = odd.nonzero()[0]
+    if not len(places):
+        if len(rows):
+            handles = t.handle.take(rows).tobytes()
+            done.rows = TokenRows(handles, have.tobytes(), result.counts, result.tokens)
         return
-    got = counts > 0
-    plain = got & (plain != 0)
-    if reasons:
-        plain[list(reasons)] = False
-    _say_items(rank, fresh, (got > plain).nonzero()[0], reasons, done)
-    places = plain.nonzero()[0]
-    if len(places):
+    _say_items(rank, fresh, places, ends, done)
+    plain = ~odd
+    if len(places) < len(rows):
         done.rows = TokenRows(
-            t.handle.take(rows.take(places)).tobytes(),
-            have.take(places).tobytes(),
-            counts.take(places).astype(np.uint8).tobytes(),
+            t.handle.take(rows[plain]).tobytes(),
+            have[plain].tobytes(),
+            np.frombuffer(result.counts, np.uint8)[plain].tobytes(),
             fresh.spans.tokens[fresh.spans.spread(plain)].tobytes(),
         )
 
 
-def _say_items(
-    rank: Rank, fresh: Fresh, places: Rows, reasons: dict[int, FinishReason], done: Commit
-) -> None:
-    """One item each; from now on the gateway knows the handles of those that go on."""
-    tokens, logprobs, by_row = fresh.spans.tokens.data, fresh.logprobs, rank.table.by_row
-    named: list[int] = []
+def _say_items(rank: Rank, fresh: Fresh, places: Rows, ends: Ends, done: Commit) -> None:
+    """An item for each that gets tokens; from now on the gateway knows the handles of those that go on."""
+    t, by_row, broken = rank.t, rank.table.by_row, fresh.broken
+    tokens, logprobs, spans = fresh.spans.tokens.data, fresh.logprobs, fresh.spans
     kept: tuple[TokenLogprobs, ...] = ()
-    columns = (fresh.rows, fresh.have, fresh.spans.starts, fresh.counts)
-    spans = zip(places.tolist(), *(column.take(places).tolist() for column in columns), strict=True)
-    for place, row, offset, start, count in spans:
-        sequence, reason = by_row[row], reasons.get(place)
+    named: list[int] = []
+    rows = fresh.rows.take(places)
+    columns = (
+        t.state.take(rows),
+        *(c.take(places) for c in (fresh.have, spans.starts, spans.counts)),
+    )
+    parts = zip(places.tolist(), rows.tolist(), *(c.tolist() for c in columns), strict=True)
+    for place, row, state, offset, start, count in parts:
+        if state != RUNNING or row in broken:
+            t.output_tokens[row] = offset
+            continue
+        reason: FinishReason | None = None
+        if place in ends:
+            reason, count = ends[place]
+            t.output_tokens[row] = offset + count
+        if not count:
+            continue
+        sequence = by_row[row]
         if logprobs:
             asked = logprobs[start : start + count]
             kept = tuple([logprob for logprob in asked if logprob is not None])
             sequence.logprobs += kept
-        ids, (request_id, index) = tuple(tokens[start : start + count]), sequence.key
+        request_id, index = sequence.key
         item = TokensItem(
             request_id,
             index,
             sequence.attempt,
             offset,
-            ids,
+            tuple(tokens[start : start + count]),
             reason,
             None,
             "",
@@ -214,4 +209,4 @@ def _say_items(
         if reason is None and sequence.plain:
             named.append(row)
     if named:
-        rank.t.named[named] = 1
+        t.named[named] = 1

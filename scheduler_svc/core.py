@@ -576,7 +576,7 @@ class Scheduler:
             else:
                 over.append(sequence)
         if fenced:
-            rank.t.state[fenced] = ENDING
+            rank.t.state[fenced], rank.t.named[fenced] = ENDING, 0
         if over:
             rank.free(over)
             self.table.remove(over)

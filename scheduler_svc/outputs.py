@@ -41,14 +41,17 @@ class Outputs:
         self._data: Int32 = np.zeros(_START_TOKENS, np.int32)
         self._base: Int64 = np.zeros(rows, np.int64)
         self._room: Int32 = np.zeros(rows, np.int32)
+        self._most: Int32 = np.zeros(rows, np.int32)
+        self._mark: Int32 = np.zeros(rows, np.int32)  # the smaller of both: from there on, a look
         self._counting: Int64 = np.arange(_COUNTED)
         # Size -> where such regions lie.
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
 
-    def open(self, row: int, tokens: bytes) -> None:
-        """Give `row` a region that begins with these int32 tokens."""
+    def open(self, row: int, tokens: bytes, most: int) -> None:
+        """Give `row`, which may have at most so many, a region that begins with these int32 tokens."""
         count = len(tokens) // 4
+        self._most[row] = most
         self._place(row, max(FIRST_TOKENS, 1 << count.bit_length()))
         if count:
             base = self._base.item(row)
@@ -69,19 +72,26 @@ class Outputs:
         base = self._base.item(row)
         return self._data[base : base + count]
 
-    def append(self, rows: Rows, have: Int32, spans: Spans) -> None:
-        """Enter the tokens of span i behind the `have[i]` ones of `rows[i]`.
+    def append(self, rows: Rows, have: Int32, behind: Int32, spans: Spans) -> list[int]:
+        """Enter the tokens of span i behind the `have[i]` ones of `rows[i]`, which makes them `behind[i]`.
 
         What lies behind the outputs of a row is free to be overwritten: tokens that turn out not to
         count need not be left out.
+
+        Returns:
+            Places of rows that have reached the most they may have.
         """
-        full = have + spans.counts > self._room.take(rows)
-        if np.count_nonzero(full):
-            for place in full.nonzero()[0].tolist():
-                self._enlarge(rows.item(place), have.item(place))
+        full: list[int] = []
+        for place in (behind >= self._mark.take(rows)).nonzero()[0].tolist():
+            row, count = rows.item(place), behind.item(place)
+            if count > self._room.item(row):
+                self._enlarge(row, have.item(place))
+            if count >= self._most.item(row):
+                full.append(place)
         at, total = spans.spread(self._base.take(rows) + have - spans.starts), len(spans.tokens)
         at += self._counting[:total] if total <= _COUNTED else np.arange(total)
         self._data[at] = spans.tokens
+        return full
 
     def _enlarge(self, row: int, have: int) -> None:
         base, room = self._base.item(row), self._room.item(row)
@@ -100,3 +110,4 @@ class Outputs:
             self._base[row] = self._end
             self._end += size
         self._room[row] = size
+        self._mark[row] = min(size, self._most.item(row))

@@ -193,8 +193,8 @@ class Table:
     def insert(self, sequence: Sequence, end_token: int) -> None:
         """Give `sequence` a row, waiting. The caller has looked at `free`."""
         row = self._free.pop()
-        self.outputs.open(row, sequence.resumed)
         sampling, max_outputs = sequence.sampling, sequence.max_outputs
+        self.outputs.open(row, sequence.resumed, max_outputs)
         self.stop_ids.open(row, sampling, end_token)
         sequence.table, sequence.row = self, row
         self.by_row[row] = sequence
@@ -232,7 +232,7 @@ class Table:
 
     def name(self, sequence: Sequence) -> None:
         """Its handle is told: from now on its tokens may travel as a row, which nothing must follow."""
-        if sequence.plain:
+        if sequence.plain and sequence.finish is None:
             self.columns.named[sequence.row] = 1
 
     def begin(self) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from phalanx.scheduler_svc.outputs import FIRST_TOKENS, Outputs, Spans
 
-ROWS = 5
+ROWS, MOST = 5, 300
 STEP = st.tuples(
     st.lists(st.integers(0, 6), min_size=ROWS, max_size=ROWS),  # new tokens of each row
     st.lists(st.integers(0, 400), max_size=2),  # rows that end and begin again with so many tokens
@@ -18,13 +18,15 @@ def test_every_row_keeps_its_tokens(steps: list[tuple[list[int], list[int]]], fi
     outputs, expected, serial = Outputs(ROWS), [], 0
     for row in range(ROWS):
         begin = np.arange(first, dtype=np.int32) + 1000 * row
-        outputs.open(row, begin.tobytes())
+        outputs.open(row, begin.tobytes(), MOST)
         expected.append(begin.tolist())
     for counts, again in steps:
         tokens = np.arange(serial, serial + sum(counts), dtype=np.int32)
         serial += len(tokens)
         have = np.array([len(row) for row in expected], np.int32)
-        outputs.append(np.arange(ROWS), have, Spans(np.array(counts, np.int32), tokens))
+        spans = Spans(np.array(counts, np.int32), tokens)
+        full = outputs.append(np.arange(ROWS), have, have + spans.counts, spans)
+        assert full == (have + spans.counts >= MOST).nonzero()[0].tolist()
         at = 0
         for row, count in enumerate(counts):
             expected[row] += tokens[at : at + count].tolist()
@@ -33,6 +35,6 @@ def test_every_row_keeps_its_tokens(steps: list[tuple[list[int], list[int]]], fi
             closed = outputs.close(np.array([row]), [len(expected[row])])
             assert closed == [np.array(expected[row], np.int32).tobytes()]
             expected[row] = list(range(serial, serial + count))
-            outputs.open(row, np.array(expected[row], np.int32).tobytes())
+            outputs.open(row, np.array(expected[row], np.int32).tobytes(), MOST)
         for row in range(ROWS):
             assert outputs.of(row, len(expected[row])).tolist() == expected[row]
