@@ -122,7 +122,7 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
 
 def _check_packed(ids: bytes, vocab_size: int) -> None:
     # Read as unsigned, a negative id is a very large one.
-    if ids and np.frombuffer(ids, np.uint32).max() >= vocab_size:
+    if ids and np.maximum.reduce(np.frombuffer(ids, np.uint32)) >= vocab_size:
         raise _outside("token", np.frombuffer(ids, np.int32).tolist(), vocab_size)
 
 

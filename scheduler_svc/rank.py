@@ -90,7 +90,9 @@ class Rank:
         self.pool = BlockPool(num_blocks)
         self.total_slots = num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
-        self._rows: Rows | None = None
+        self._rows: Rows = np.empty(0, np.intp)  # of `decoding`, and of some that have left it
+        self._decodes = np.zeros(self.t.rows, bool)  # by row
+        self._some_left = False
 
     @property
     def num_running(self) -> int:
@@ -104,8 +106,8 @@ class Rank:
     @property
     def decode_rows(self) -> Rows:
         """intp [len(decoding)]: their rows of the table, in order."""
-        if self._rows is None:
-            self._rows = np.fromiter(self.decoding, np.intp, len(self.decoding))
+        if self._some_left:
+            self._rows, self._some_left = self._rows[self._decodes.take(self._rows)], False
         return self._rows
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -258,15 +260,19 @@ class Rank:
         for sequence in sequences:
             self.prefilling.remove(sequence)
             self.decoding[sequence.row] = sequence
-        self.t.phase[[sequence.row for sequence in sequences]] = DECODE
-        self._rows = None
+        rows = np.array([sequence.row for sequence in sequences], np.intp)
+        self._rows = np.concatenate((self.decode_rows, rows))  # without those that left these rows
+        self._decodes[rows], self.t.phase[rows] = True, DECODE
 
     def to_prefill(self, sequence: Sequence) -> None:
         """Its last chunk was abandoned: the next prompt to go on."""
-        del self.decoding[sequence.row]
+        self._leave_decoding(sequence)
         self.prefilling.insert(0, sequence)
         self.t.phase[sequence.row] = PREFILL
-        self._rows = None
+
+    def _leave_decoding(self, sequence: Sequence) -> None:
+        del self.decoding[sequence.row]
+        self._decodes[sequence.row], self._some_left = False, True
 
     def grow(self, rows: Rows, counts: Int32) -> None:
         """More blocks for decoding sequences. The caller has looked at the pool."""
@@ -291,8 +297,8 @@ class Rank:
 
     def leave(self, sequence: Sequence) -> None:
         """Out of whichever queue it is in; blocks and slot stay with it."""
-        if self.decoding.pop(sequence.row, None) is not None:
-            self._rows = None
+        if sequence.row in self.decoding:
+            self._leave_decoding(sequence)
         elif sequence in self.loading:
             del self.loading[sequence]
         elif sequence in self.aside:

@@ -119,6 +119,7 @@ def check(core: Scheduler) -> None:
     if core.restorer is not None:
         core.restorer.check()
     assert all(s.finish is not None for s in fenced)
+    assert rank.decode_rows.tolist() == list(rank.decoding), "rows of others are decoded"
     live = {s for s in core.sequences.values() if s.finish is None}
     assert live == set(rows).difference(fenced), "a live sequence is in no queue"
     counted = rank.t.blocks[[s.row for s in holding]].tolist()
