@@ -18,6 +18,8 @@ import torch
 
 from e2e.node import wait_for
 from phalanx.protocol.messages import Sampling
+from phalanx.protocol.queues import read_queues
+from phalanx.protocol.rundir import read_plans
 from phalanx.services.client import Spec
 from phalanx.testing.node import Node, Streams
 from worker_svc import full_dims
@@ -81,6 +83,7 @@ def check(
     with tempfile.TemporaryDirectory() as scratch:
         node = start(1, *options, "--config", config_file(Path(scratch), **plenty))
         together = timed("together", lambda: node.run(wanted, timeout=_READ_S))
+        print(f"step us: {steps(node)}; memory: {read_plans(node.run_dir)}")
         assert len(together) == sum(spec.n for spec in wanted)
         assert {stream[0] for stream in together.values()} == {"length"}
         for place, stream in timed("alone", lambda: run_alone(node, wanted, alone)).items():
@@ -89,9 +92,16 @@ def check(
         node.stop()
         poor = start(1, *options, "--config", config_file(Path(scratch), **small))
         again = timed("small portions, few blocks", lambda: poor.run(wanted, timeout=_READ_S))
+        print(f"step us: {steps(poor)}")
         wait_for(poor.whole, 60, "every block and slot back")
         poor.stop()
     assert again == together
+
+
+def steps(node: Node) -> tuple[int, int]:
+    """Median and 99th percentile of the last 256 steps, in microseconds."""
+    (rank,) = read_queues(node.run_dir.name)["ranks"]
+    return rank["step_us_p50"], rank["step_us_p99"]
 
 
 def timed(name: str, work: Callable[[], Streams]) -> Streams:
