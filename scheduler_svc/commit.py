@@ -77,16 +77,12 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     if result.status.count(0) < len(result.status):
         status = np.frombuffer(result.status, np.uint8)
         for place in status.nonzero()[0].tolist():
-            if place not in ends and _goes_on(rank, fresh, rows.item(place)):
-                sequence = table.by_row[rows.item(place)]
+            row = rows.item(place)
+            if t.state.item(row) == RUNNING and row not in broken and place not in ends:
+                sequence = table.by_row[row]
                 why = sample_error(status.item(place), sequence.num_outputs)
                 done.ended.append((sequence, "error", *why))
     return done
-
-
-def _goes_on(rank: Rank, fresh: Fresh, row: int) -> bool:
-    """Whether the sequence of `row` has not ended before its tokens came."""
-    return rank.t.state.item(row) == RUNNING and row not in fresh.broken
 
 
 def _settle(rank: Rank, flight: Flight, counts: Int32) -> None:
@@ -125,17 +121,18 @@ def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
 
 def _ends(rank: Rank, fresh: Fresh, full: list[int]) -> Ends:
     """Which places end; those in `full` have all the outputs they may have."""
-    t, rows, have = rank.t, fresh.rows, fresh.have
+    t, rows, have, broken = rank.t, fresh.rows, fresh.have, fresh.broken
+    state, least, most = t.state, t.min_tokens, t.max_tokens
     ends: Ends = {}
-    for place, nth in rank.table.stop_ids.hits(rows, fresh.spans):
-        row, outputs = rows.item(place), have.item(place) + nth
-        counts = t.min_tokens.item(row) <= outputs <= t.max_tokens.item(row)
-        if counts and place not in ends and _goes_on(rank, fresh, row):
+    for place, row, nth in rank.table.stop_ids.hits(rows, fresh.spans):
+        if state.item(row) != RUNNING or row in broken or place in ends:
+            continue
+        if least.item(row) <= have.item(place) + nth <= most.item(row):
             ends[place] = "stop", nth
     for place in full:
         row = rows.item(place)
-        if place not in ends and _goes_on(rank, fresh, row):
-            ends[place] = "length", t.max_tokens.item(row) - have.item(place)
+        if state.item(row) == RUNNING and row not in broken and place not in ends:
+            ends[place] = "length", most.item(row) - have.item(place)
     return ends
 
 

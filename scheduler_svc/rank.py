@@ -133,13 +133,14 @@ class Rank:
         """As `start`, for the first so many of the waiting ones, each alone of its request."""
         count = len(num_blocks)
         sequences, blocks, at = self.waiting[:count], self.pool.allocate(sum(num_blocks)), 0
-        del self.waiting[:count]
-        for sequence, more in zip(sequences, num_blocks, strict=True):
+        slots = self.free_slots[: -count - 1 : -1]
+        del self.waiting[:count], self.free_slots[-count:]
+        for sequence, slot, more in zip(sequences, slots, num_blocks, strict=True):
             del self._waiting_of[sequence.key[0]]
-            sequence.blocks, sequence.slot = blocks[at : at + more], self.free_slots.pop()
+            sequence.blocks, sequence.slot = blocks[at : at + more], slot
             at += more
         t, rows = self.t, np.array([sequence.row for sequence in sequences], np.intp)
-        t.slot[rows] = [sequence.slot for sequence in sequences]
+        t.slot[rows] = slots
         t.blocks[rows], t.state[rows], t.phase[rows] = num_blocks, RUNNING, PREFILL
         self.prefilling += sequences
 
@@ -277,9 +278,14 @@ class Rank:
     def grow(self, rows: Rows, counts: Int32) -> None:
         """More blocks for decoding sequences. The caller has looked at the pool."""
         blocks, at = self.pool.allocate(int(np.add.reduce(counts))), 0
-        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
-            self.decoding[row].blocks += blocks[at : at + count]
-            at += count
+        decoding = self.decoding
+        if len(blocks) == len(rows):  # nearly always
+            for row, block in zip(rows.tolist(), blocks, strict=True):
+                decoding[row].blocks.append(block)
+        else:
+            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+                decoding[row].blocks += blocks[at : at + count]
+                at += count
         self.t.blocks[rows] += counts
 
     def preempt(self, sequence: Sequence) -> None:

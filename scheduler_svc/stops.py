@@ -96,8 +96,8 @@ class StopIds:
             if count:
                 self._marks[token] = count
 
-    def hits(self, rows: Rows, spans: "Spans") -> list[tuple[int, int]]:
-        """(which of `rows`, which of its tokens, from 1) for tokens among the row's ids; in order."""
+    def hits(self, rows: Rows, spans: "Spans") -> list[tuple[int, int, int]]:
+        """(place in `rows`, row, which of its tokens, from 1) for tokens among the row's ids; in order."""
         seen = self._ends_any.take(spans.tokens, mode="clip").nonzero()[0]
         if not len(seen):
             return []
@@ -105,13 +105,13 @@ class StopIds:
         nths = seen - spans.starts.take(places) + 1
         columns = zip(
             spans.tokens.take(seen).tolist(),
-            rows.take(places).tolist(),
             places.tolist(),
+            rows.take(places).tolist(),
             nths.tolist(),
             strict=True,
         )
         of = self._of
-        return [(place, nth) for token, row, place, nth in columns if token in of[row].tokens]
+        return [(place, row, nth) for token, place, row, nth in columns if token in of[row].tokens]
 
 
 def finished_already(sequence: "Sequence", end_token: int) -> FinishReason | None:
