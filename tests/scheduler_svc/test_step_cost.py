@@ -10,8 +10,8 @@ import pytest
 from phalanx.bench.scheduler import Course, run
 
 STEPS = 20
-STEP_MAX = 3_700  # of 256 sequences with drafts
-TURNOVER_MAX = 1_175  # for a sequence that ends and one that starts
+STEP_MAX = 3_400  # of 256 sequences with drafts
+TURNOVER_MAX = 1_250  # for a sequence that ends and one that starts
 SHARE = 0.05
 
 
