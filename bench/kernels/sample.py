@@ -35,18 +35,19 @@ def figures(limits: Ceilings) -> list[Figure]:
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
-    """The fastest settings for 256 rows of top-p: about 10 s, most of it compiling. What else they
-    cost goes to stderr."""
-    logits, rows = _inputs(256, SETTINGS["top-p 0.95"])
-    alone, few = _inputs(1, SETTINGS["top-p 0.95"])[1], _inputs(256, RowParams(top_k=1))[1]
-    times: list[float] = []
-    for each in CANDIDATES:
-        times.append(time_us(partial(sample, logits[0], rows, settings=each)))
-        alone_us = time_us(partial(sample, logits[0][:1], alone, settings=each))
-        few_us = time_us(partial(sample, logits[0], few, settings=each))
-        line = f"{each}: {times[-1]:.1f} us, one row {alone_us:.1f}, top-k 1 {few_us:.1f}"
-        print(line, file=sys.stderr, flush=True)
-    return {"sample": {str(VOCAB): CANDIDATES[times.index(min(times))]}}
+    """The fastest settings for top-p: about 15 s, most of it compiling. Trials go to stderr."""
+    found: dict[str, Config] = {}
+    for size, num_rows in (("few", 64), ("many", 256)):
+        logits, rows = _inputs(num_rows, SETTINGS["top-p 0.95"])
+        greedy = _inputs(num_rows, SETTINGS["greedy"])[1]
+        times: list[float] = []
+        for each in CANDIDATES[size]:
+            times.append(time_us(partial(sample, logits[0], rows, settings=each)))
+            greedy_us = time_us(partial(sample, logits[0], greedy, settings=each))
+            line = f"{num_rows} rows, {each}: {times[-1]:.1f} us, greedy {greedy_us:.1f}"
+            print(line, file=sys.stderr, flush=True)
+        found[f"{VOCAB}:{size}"] = CANDIDATES[size][times.index(min(times))]
+    return {"sample": found}
 
 
 def _figure(limits: Ceilings, num_rows: int, name: str, row: RowParams) -> Figure:

@@ -11,9 +11,11 @@ row; slower, the same token.
 What equals the reference: everything that is compared, counted or added, bit for bit. Weights and
 noise are float64 `exp` and `log` of the device's library, which may differ from torch's in the last
 bit; a token could differ only where that bit decides a cut or a draw. Rows do not see each other, and
-a row's path depends on its own logits and settings alone.
+a row's path depends on its own logits and settings alone. Launch settings do depend on the number of
+rows: they change how long it takes and in which order integers are added, and so no bit.
 """
 
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -53,7 +55,8 @@ from phalanx.kernels.triton.sample_passes import (
 )
 
 FORCE_TOP_K_MAX: Final = 8192  # candidates that one program can hold
-DEFAULT: Final[Config] = {
+FEW_ROWS: Final = 132  # at most one program on each SM of an H200: settings for latency
+MANY: Final[Config] = {
     "lanes": 1024,  # a tile of a row; four are under way at a time
     "slots": 32,  # candidates that one lane may keep
     "weigh": 2048,  # candidates weighed at a time,
@@ -62,13 +65,24 @@ DEFAULT: Final[Config] = {
     "warps": 8,
     "registers": 128,  # a thread: two programs on an SM
 }
+FEW: Final[Config] = MANY | {"lanes": 2048, "slots": 16, "warps": 16}
 # Of `lanes`, `weigh` and `draw` none should be 4096 or 8192: see `sample_parts.lane_ids`.
-CANDIDATES: Final[list[Config]] = [
-    DEFAULT,
-    DEFAULT | {"draw": 1024},
-    DEFAULT | {"warps": 16, "registers": 64},
-    DEFAULT | {"lanes": 512, "slots": 48},
-]
+CANDIDATES: Final[dict[str, list[Config]]] = {
+    "few": [FEW, FEW | {"lanes": 1024, "slots": 32}],
+    "many": [
+        MANY,
+        MANY | {"lanes": 512, "slots": 48},
+        MANY | {"warps": 16, "registers": 64},
+        FEW | {"registers": 64},
+    ],
+}
+
+# The vectors of SamplingRows that the kernel reads, in its order.
+_FLOATS: Final = ("temperature", "top_p", "min_p")
+_VECTORS: Final = (
+    *("seed", "position", "top_k", "num_outputs", "min_tokens", "first_n_no_eos"),
+    *_FLOATS,
+)
 
 _OK: Final = tl.constexpr(int(SampleStatus.OK))
 _ALL_BLOCKED: Final = tl.constexpr(int(SampleStatus.ALL_BLOCKED))
@@ -92,24 +106,28 @@ def sample(
     the same device, which synchronise; the token is the same with or without logprobs.
 
     Args:
-        logits: float32 [n, V] on a GPU, rows of consecutive elements (16-byte aligned ones are read
-            faster), never written to.
-        rows: settings of the n rows, on the same device, or on the CPU (then copied).
+        logits: float32 [n, V] on a GPU, never written to; rows of consecutive elements are not copied.
+        rows: settings of the n rows, on the same device, or on the CPU (then copied, at once).
         mask: bool [n, V] on the same device, True where a grammar allows the token.
         force_top_k: candidates kept before temperature; min(force_top_k, V) <= FORCE_TOP_K_MAX.
         settings: launch settings in place of the table's; they change the time, no token.
+
+    Returns:
+        As the reference. The work space is about 0.3 MB a row.
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == rows.num_rows and force_top_k >= 1
     assert min(force_top_k, logits.shape[1]) <= FORCE_TOP_K_MAX
-    edits_asked = _lists_matter(rows)
-    rows = rows if rows.seed.device == logits.device else rows.to(logits.device)
+    edits_asked, logprobs_asked = _lists_matter(rows), rows.num_top_logprobs >= 0
+    if rows.seed.device != logits.device:
+        everything = edits_asked or logprobs_asked
+        rows = rows.to(logits.device) if everything else _vectors_to(rows, logits.device)
     if edits_asked:
         broken = ~logits.amax(1).isfinite()
         edited = edit_logits(logits, rows, mask)
         tokens, status = _launch(edited, rows, None, broken, force_top_k, settings)
     else:
         tokens, status = _launch(logits, rows, mask, None, force_top_k, settings)
-    if rows.num_top_logprobs < 0:
+    if not logprobs_asked:
         return SampleResult(tokens, status, None, None)
     return logprobs_of(tokens, status, logits, rows, mask, force_top_k=force_top_k)
 
@@ -121,6 +139,18 @@ def _lists_matter(rows: SamplingRows) -> bool:
     if not rows.stop_ids.values.numel():
         return False
     return rows.num_outputs.is_cuda or bool((rows.num_outputs < rows.min_tokens).any())
+
+
+def _vectors_to(rows: SamplingRows, device: torch.device) -> SamplingRows:
+    """What the kernel reads, in one copy; the lists stay where they are."""
+    vectors = [getattr(rows, name) for name in _VECTORS]
+    words = [
+        v.long() if not v.is_floating_point() else v.double().view(torch.int64) for v in vectors
+    ]
+    moved: dict[str, Any] = dict(zip(_VECTORS, torch.stack(words).to(device), strict=True))
+    for name in _FLOATS:
+        moved[name] = moved[name].view(torch.float64)
+    return replace(rows, **moved)
 
 
 def _launch(
@@ -141,22 +171,16 @@ def _launch(
         logits = logits.contiguous()
     if mask is not None:
         mask = mask.contiguous()
-    shape = _shape(vocab, force_top_k, settings or config("sample", str(vocab), DEFAULT))
+    size, default = ("few", FEW) if num_rows <= FEW_ROWS else ("many", MANY)
+    settings = default | (settings or config("sample", f"{vocab}:{size}", default))
+    shape = _shape(vocab, force_top_k, settings)
     work = torch.empty(num_rows, shape["WORK"], dtype=torch.int64, device=logits.device)
     _sample_kernel[(num_rows,)](
         logits,
         logits.stride(0),
         logits if mask is None else mask.view(torch.uint8),
         logits if broken is None else broken.view(torch.uint8),
-        rows.seed,
-        rows.position,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
-        rows.num_outputs,
-        rows.min_tokens,
-        rows.first_n_no_eos,
+        *(getattr(rows, name).contiguous() for name in _VECTORS),
         work,
         tokens,
         status,
@@ -172,7 +196,6 @@ def _launch(
 def _shape(vocab: int, force_top_k: int, settings: Config) -> dict[str, Any]:
     """The kernel's constants. ROOM, for what reaches the pivot, is twice what is wanted; the sample
     aims at 1.45 times."""
-    settings = DEFAULT | settings
     kept = min(force_top_k, vocab)
     top = triton.next_power_of_2(kept)
     room = settings.get("room", triton.next_power_of_2(2 * kept))
@@ -208,13 +231,13 @@ def _sample_kernel(
     broken,
     seed,
     position,
-    temperature,
     top_k,
-    top_p,
-    min_p,
     num_outputs,
     min_tokens,
     first_n_no_eos,
+    temperature,
+    top_p,
+    min_p,
     work,
     tokens,
     status,

@@ -11,7 +11,7 @@ from phalanx.kernels.reference.sample import FORCE_TOP_K, SampleResult, SampleSt
 from phalanx.kernels.reference.sample import sample as reference
 from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
 from phalanx.kernels.triton.configs import Config
-from phalanx.kernels.triton.sample import CANDIDATES, sample
+from phalanx.kernels.triton.sample import _VECTORS, CANDIDATES, MANY, _vectors_to, sample
 
 INF, NAN = float("inf"), float("nan")
 SMALL = {
@@ -267,11 +267,30 @@ def test_extreme_settings(device: torch.device) -> None:
     check(device, logits, settings, force_top_k=300)
 
 
-def test_rows_apart_and_no_rows(device: torch.device) -> None:
+def test_rows_and_settings_that_lie_apart(device: torch.device) -> None:
     wide = torch.randn(4, 900, device=device)
     params = [RowParams(seed=i, top_p=0.9) for i in range(4)]
     want = reference(wide[:, 100:701].contiguous(), on(device, params))
     assert_same(sample(wide[:, 100:701], on(device, params), settings=SMALL), want)
+    rows = on(device, params)
+    apart = replace(
+        rows,
+        seed=torch.stack([rows.seed, rows.seed + 1], 1)[:, 0],
+        top_p=torch.stack([rows.top_p, rows.min_p], 1)[:, 0],
+    )
+    assert_same(sample(wide[:, 100:701], apart, settings=SMALL), want)
+
+
+def test_rows_on_the_cpu_are_copied_at_once(device: torch.device) -> None:
+    rows = on(torch.device("cpu"), [plain_row(random.Random(seed)) for seed in range(9)])
+    moved = _vectors_to(rows, device)
+    for name in _VECTORS:
+        assert torch.equal(getattr(moved, name).cpu(), getattr(rows, name))
+    logits = torch.randn(9, 16, device=device)
+    assert_same(sample(logits, rows), reference(logits, rows.to(device)))
+
+
+def test_no_rows(device: torch.device) -> None:
     none = sample(torch.empty(0, 5, device=device), on(device, []))
     assert none.tokens.shape == none.status.shape == (0,)
 
@@ -359,5 +378,5 @@ def test_one_launch_can_be_captured() -> None:
 def test_full_vocabulary_no_launch_setting_changes_a_token() -> None:
     logits, rows = full_logits(64, "normal", 5), full_rows(64, 5)
     want = sample(logits, rows).tokens
-    for settings in CANDIDATES[1:3]:
+    for settings in (MANY, CANDIDATES["many"][2]):
         assert torch.equal(sample(logits, rows, settings=settings).tokens, want), settings
