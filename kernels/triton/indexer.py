@@ -34,18 +34,12 @@ CANDIDATES: Final[list[Config]] = [
         "registers": registers,
     }
     for tile, warps, stages, registers in (
-        (128, 4, 1, 80),
+        (128, 4, 3, 0),
         (128, 4, 5, 0),
         (128, 4, 7, 0),
         (128, 4, 5, 96),
-        (128, 4, 5, 80),
-        (128, 4, 7, 80),
         (128, 8, 5, 0),
-        (128, 8, 7, 0),
-        (64, 4, 1, 0),
         (64, 4, 5, 0),
-        (64, 4, 7, 0),
-        (64, 4, 9, 0),
     )
 ]
 CANDIDATES_MANY: Final[list[Config]] = [
@@ -55,19 +49,16 @@ CANDIDATES_MANY: Final[list[Config]] = [
         "tiles": entries // tile,
         "num_warps": warps,
         "num_stages": stages,
-        "registers": 0,
+        "registers": registers,
     }
-    for rows, tile, warps, stages in (
-        (2, 64, 4, 5),
-        (2, 128, 4, 5),
-        (4, 64, 4, 3),
-        (4, 64, 4, 5),
-        (4, 128, 4, 3),
-        (4, 128, 4, 5),
-        (4, 128, 8, 5),
-        (8, 64, 4, 3),
-        (8, 64, 4, 5),
-        (8, 128, 8, 5),
+    for rows, tile, warps, stages, registers in (
+        (2, 64, 4, 5, 0),
+        (2, 128, 4, 5, 0),
+        (4, 64, 4, 5, 0),
+        (4, 64, 4, 5, 168),
+        (4, 128, 4, 5, 0),
+        (8, 64, 4, 5, 0),
+        (8, 128, 8, 5, 0),
     )
     for entries in (4096, 8192)
 ]
@@ -80,7 +71,7 @@ _DEFAULT: Final[Config] = {
     "registers": 0,
 }
 _DEFAULT_PAIRS: Final[Config] = _DEFAULT | {"rows": 2}
-_DEFAULT_MANY: Final[Config] = _DEFAULT | {"rows": 4}
+_DEFAULT_MANY: Final[Config] = _DEFAULT | {"rows": 4, "tile": 64, "tiles": 64, "registers": 168}
 _DEFAULTS: Final = {"": _DEFAULT, "_pairs": _DEFAULT_PAIRS, "_many": _DEFAULT_MANY}
 _PROGRAMS: Final = 528  # an H200 runs four on each of its multiprocessors
 _MANY_ROWS: Final = 512  # from here on rows usually share their sequence
