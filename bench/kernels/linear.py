@@ -196,66 +196,7 @@ def figures(limits: Ceilings) -> list[Figure]:
 def _figures(limits: Ceilings) -> list[Figure]:
     rows = [_figure(limits, _Case(shape, few)) for shape in SHAPES for few in FEW_ROWS]
     prefill = (shape for shape in SHAPES if shape.name != "head")  # which sees a few rows alone
-    rows += [_figure(limits, _Case(shape, MANY_ROWS)) for shape in prefill]
-    return rows + list(_sweep(limits))
-
-
-def _sweep(limits: Ceilings) -> Iterator[Figure]:
-    """Tiles and splits at a few shapes, to choose the defaults by."""
-    by_name = {shape.name: shape for shape in SHAPES}
-    few = [
-        (f"{n}x{k} w{w} s{s}", {"BLOCK_N": n, "BLOCK_K": k, "num_warps": w, "num_stages": s})
-        for n, k, w, s in (
-            (64, 128, 4, 3),
-            (64, 128, 4, 4),
-            (64, 64, 4, 5),
-            (128, 128, 4, 3),
-            (128, 128, 8, 3),
-            (64, 128, 4, 5),
-        )
-    ]
-    few_splits = {
-        "wo_b": (2, 4, 8),
-        "q_kv": (5, 10),
-        "shared_up": (2, 4, 8),
-        "shared_down": (1, 3, 6),
-        "wq_b": (1,),
-        "wo_a": (1, 2, 4),
-        "index wq": (1, 2, 5),
-        "main_proj": (2, 4, 6),
-        "compressor": (4, 8),
-        "gate": (8, 20),
-    }
-    for name, splits in few_splits.items():
-        for num_rows in (16, 64):
-            case = _Case(by_name[name], num_rows)
-            for label, tiles in few:
-                for count in splits:
-                    settings = {**tiles, "splits": count, "many": 0}
-                    yield from _tried(limits, case, f"{label} / {count}", settings)
-            for early, last in ((0, 1), (1, 0), (1, 1), (2, 0), (2, 1)):
-                for count in splits:
-                    settings = {"early": early, "last": last, "splits": count, "many": 0}
-                    label = f"early {early} last {last} / {count}"
-                    yield from _tried(limits, case, label, settings)
-    for name in ("wo_b", "q_kv", "wq_b"):
-        for num_rows in (128, 256, 512, 1024):
-            case = _Case(by_name[name], num_rows)
-            for way in (0, 1):
-                yield from _tried(limits, case, ("few", "many")[way], {"many": way})
-
-
-def _tried(limits: Ceilings, case: _Case, label: str, settings: Config) -> Iterator[Figure]:
-    try:
-        us = case.us(settings)
-    except OutOfResources:
-        return
-    yield Figure(
-        f"sweep {case.shape.name} r{case.num_rows}",
-        label,
-        us,
-        limits.floor_us(case.num_bytes, case.flops),
-    )
+    return rows + [_figure(limits, _Case(shape, MANY_ROWS)) for shape in prefill]
 
 
 _FEW_CANDIDATES: Final[tuple[Config, ...]] = (

@@ -147,22 +147,6 @@ def _after_the_last_kernel(EARLY: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(rows, num_bytes, NUM_ROWS: tl.constexpr):
-    """Bring so many bytes from each of these addresses (int64 [NUM_ROWS]) into the L2."""
-    lines = tl.arange(0, 4)[None, :] * 128
-    for start in range(0, num_bytes, 512):
-        at = rows[:, None] + tl.minimum(start + lines, num_bytes - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [at],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _store(out, product, mask, ROUND):
     product = tl.where(ROUND != 0, _round(product).to(tl.float32), product)
     tl.store(out, product.to(out.dtype.element_ty), mask=mask)
@@ -221,9 +205,6 @@ def few_rows(
         w_at = w + w_row[:, None] * K + k[None, :]
         s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
-    if EARLY == 2:  # weights are written by no kernel
-        begin = w + w_row * (K // 2) + split * depth // 2 if FP8 else w + w_row * K + split * depth
-        _prefetch(begin.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
     _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     tl.assume(depth > 0)  # for a loop not taken the tensor cores would wait for one another
