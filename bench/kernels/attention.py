@@ -233,7 +233,7 @@ _VALUES: Final[tuple[Config, ...]] = tuple(
     )
 )
 _OVERLAPS: Final[tuple[Config, ...]] = ({"overlap": 0}, {"overlap": 1})
-_CHUNKS: Final[tuple[Config, ...]] = ({"chunk": 128}, {"chunk": 256}, {"chunk": 512})
+_CHUNKS: Final[tuple[Config, ...]] = ({"chunk": 512}, {"chunk": 1024})
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:

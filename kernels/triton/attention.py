@@ -218,6 +218,7 @@ def _attend(
     totals = torch.empty_like(tops)
     head_tile = min(64, max(16, triton.next_power_of_2(heads)))
     head_tiles = triton.cdiv(heads, head_tile)
+    overlap = bool(launch["overlap"]) and queries.is_cuda
     shape = {
         "HEADS": heads,
         "HEAD_TILE": head_tile,
@@ -226,7 +227,7 @@ def _attend(
         "TILES": tiles,
         "SLOTS": TILE,
         "ALIGNMENT": rows.alignment,
-        "OVERLAP": launch["overlap"],
+        "OVERLAP": overlap,
     }
     pairs = max(16, dim // 2 // launch["parts"])
     for start in range(0, num_rows, chunk):
@@ -271,7 +272,7 @@ def _attend(
             num_warps=launch["values_warps"],
             num_stages=launch["values_stages"],
             maxnreg=launch["values_registers"] or None,
-            launch_pdl=bool(launch["overlap"]),
+            launch_pdl=overlap,
             enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
             **shape,
         )
@@ -290,8 +291,13 @@ def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int)
     shape = f"{heads}x{dim}x{window}+{topk}"
     weights = {"pairs": 32, "weights_warps": 4, "weights_stages": 3, "weights_registers": 128}
     weights = config("attention_weights", shape, weights)
-    values = {"parts": 4, "step": 64, "values_warps": 8, "values_stages": 5}
-    default = values | {"values_registers": 128, "chunk": 512, "overlap": 0}
+    if num_rows <= 16:
+        values = {"parts": 8, "step": 64, "values_warps": 8, "values_registers": 0}
+    elif num_rows <= 64:
+        values = {"parts": 4, "step": 64, "values_warps": 8, "values_registers": 128}
+    else:
+        values = {"parts": 2, "step": 64, "values_warps": 4, "values_registers": 0}
+    default = values | {"values_stages": 5, "chunk": 1024, "overlap": 1}
     return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights
 
 

@@ -375,7 +375,7 @@ def test_full_model_draft_blocks() -> None:
 def test_full_model_prompt_of_more_rows_than_a_chunk() -> None:
     step = full_model(torch.device("cuda"), [(700, 1500)])
     whole = step.attend()
-    for some in (range(6), range(508, 518), range(1400, 1500)):
+    for some in (range(6), range(1020, 1030), range(1400, 1500)):
         few = list(some)
         ring = step.ring.clone()
         at = torch.arange(max(0, few[0] - 127), few[0], device="cuda")
