@@ -205,8 +205,9 @@ _FEW_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6},
     {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4},
 )
 _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
