@@ -211,7 +211,7 @@ _WEIGHTS: Final[tuple[Config, ...]] = tuple(
         (32, 4, 3, 128),
         (32, 4, 3, 0),
         (32, 8, 3, 0),
-        (64, 8, 3, 0),
+        (64, 8, 3, 128),
     )
 )
 _VALUES: Final[tuple[Config, ...]] = tuple(
