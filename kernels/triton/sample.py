@@ -288,6 +288,7 @@ def _sample_kernel(
                 ties = K - above
                 key = cut.to(tl.int32)
                 count = collect(logits, mask, ban, key, ties, work + FIRST, V, HAS_MASK, TILE)
+                found = count
             else:
                 gather_lanes(work, hits, ban, work + FIRST, zero, LANES)
             tl.debug_barrier()
