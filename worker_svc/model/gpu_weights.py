@@ -38,7 +38,7 @@ class GpuWeights(Weights):
 
     def _fp8(self, name: str) -> Fp8Matrix:
         codes, scales = self.packed(name)
-        return Fp8Matrix(codes.to(self.device), scales.to(self.device))
+        return Fp8Matrix(codes, scales).to(self.device)  # checked on the host
 
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of a table, int64 [...] on the host -> bf16 [..., engram_head_dim] on the GPU."""
