@@ -196,18 +196,18 @@ def figures(limits: Ceilings) -> list[Figure]:
 def _figures(limits: Ceilings) -> list[Figure]:
     rows = [_figure(limits, _Case(shape, few)) for shape in SHAPES for few in FEW_ROWS]
     prefill = (shape for shape in SHAPES if shape.name != "head")  # which sees a few rows alone
-    return rows + [_figure(limits, _Case(shape, MANY_ROWS)) for shape in prefill]
+    rows += [_figure(limits, _Case(shape, MANY_ROWS)) for shape in prefill]
+    return rows
 
 
 _FEW_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 6},
     {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
-    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 2},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
 )
 _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
@@ -242,8 +242,7 @@ def _tune() -> dict[str, dict[str, Config]]:
             case = _Case(shape, num_rows)
             tried = [one | splits for one in _FEW_CANDIDATES]
             table["few_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)
-        many = shape.name != "head" and shape.groups * shape.rows > 64
-        for num_rows in _MANY_SIZES if many else ():
+        for num_rows in _MANY_SIZES if shape.name != "head" else ():
             case = _Case(shape, num_rows)
             tried = [one | splits for one in _MANY_CANDIDATES]
             table["many_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)

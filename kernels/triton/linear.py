@@ -5,7 +5,7 @@ stored, one byte a weight where they are FP8. With many rows it takes as long as
 
 Bound: every product of two values is exact (8 x 8 bits of mantissa, 8 x 24 for float32 weights) and
 the sums are float32, one rounding or cut for every 16 columns. On drawn values a result differs from
-the exact one by less than 6e-6 of the sum of its products' magnitudes, for K up to 20480 (tests);
+the exact one by less than 4e-6 of the sum of its products' magnitudes, for K up to 20480 (tests);
 `kernels.reference` adds in another order, within the same bound.
 
 Batch invariance: a row's bits depend on the row, the weight and `num_splits(N, K)`, on nothing else.
@@ -31,8 +31,9 @@ _MIN_DEPTH: Final = 256  # columns that are worth a split of their own
 _MIN_FLOAT_DEPTH: Final = 512
 _MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
 _FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes them bf16
+_EARLY: Final = 0  # whether a kernel is launched while the one before it still runs
+_LAST: Final = 0  # whether the last program of a tile adds its splits up, where that is possible
 _FEW: Final = 512  # rows up to which weights are not dequantized ahead
-_NARROW: Final = 64  # weights that leave nothing but splits to share among programs
 
 
 def matmul_rows(
@@ -69,13 +70,11 @@ def linear(
 
     Args: x bf16 or float32 [R, K], weight [N, K]. Returns [R, N].
     """
-    num_rows, (rows, depth) = x.shape[0], weight.shape
-    tiles = _few_tiles(num_rows, (1, rows, depth), True, settings)
     counters = None
-    if tiles.get("last") and num_rows <= _FEW:
-        count = triton.cdiv(rows, _TILE) * triton.cdiv(num_rows, 16)
-        counters = torch.empty(count, dtype=torch.int32, device=x.device)
-    quantized = q8_roundtrip(x, counters=counters, settings=tiles).unsqueeze(1)
+    if (settings or {}).get("last", _LAST) and x.shape[0] <= _FEW:
+        tiles = triton.cdiv(weight.shape[0], _TILE) * triton.cdiv(x.shape[0], 16)
+        counters = torch.empty(tiles, dtype=torch.int32, device=x.device)
+    quantized = q8_roundtrip(x, counters=counters, settings=settings).unsqueeze(1)
     return _product(quantized, weight, True, out_dtype, settings, counters).squeeze(1)
 
 
@@ -139,12 +138,7 @@ def num_splits(rows: int, depth: int, groups: int = 1, *, fp8: bool = True) -> i
 
 
 def few_settings(num_rows: int, *, fp8: bool = True) -> Config:
-    """Tiles for a product bound by its weights: BLOCK_R rows, BLOCK_N weights, BLOCK_K columns.
-
-    Two more settings change no bit either, and are off unless asked for. `last`: in `linear` the
-    last program of a tile adds its splits up, in place of a kernel (for few splits of few rows).
-    `early`: a kernel is launched while the one before it ends (for kernels of a few microseconds).
-    """
+    """Tiles for a product bound by its weights: BLOCK_R rows, BLOCK_N weights, BLOCK_K columns."""
     height = min(max(16, triton.next_power_of_2(num_rows)), 128)
     tiles = {"BLOCK_R": height, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
     if height == 128:
@@ -154,10 +148,10 @@ def few_settings(num_rows: int, *, fp8: bool = True) -> Config:
     return tiles if fp8 else tiles | {"num_stages": 4}
 
 
-def many_settings(rows: int) -> Config:
+def many_settings() -> Config:
     """Tiles for a product bound by its arithmetic; BAND as in `linear_kernels.many_rows`."""
     tiles = {"BLOCK_R": 128, "BLOCK_N": 128, "BLOCK_K": 64, "BAND": 8}
-    return tiles | {"BLOCK_N": 256 if rows >= 1024 else 128, "num_warps": 8, "num_stages": 3}
+    return tiles | {"num_warps": 8, "num_stages": 3}
 
 
 def float_settings(num_rows: int) -> Config:
@@ -204,12 +198,6 @@ def _settings(
     return chosen
 
 
-def _few_tiles(
-    num_rows: int, shape: tuple[int, int, int], fp8: bool, override: Config | None
-) -> Config:
-    return _settings("few_rows", num_rows, shape, few_settings(num_rows, fp8=fp8), override)
-
-
 def _product(
     x: Tensor,
     weight: Matrix,
@@ -238,7 +226,7 @@ def _product(
     if isinstance(weight, Tensor) and weight.dtype == torch.float32:
         assert groups == 1
         _float(x, weight, out, rounded, settings)
-    elif (settings or {}).get("many", num_rows > _FEW and groups * rows > _NARROW):
+    elif (settings or {}).get("many", num_rows > _FEW):
         _many(x, weight, out, rounded, settings)
     else:
         _few(x, weight, out, rounded, settings, counters)
@@ -256,15 +244,10 @@ def _few(
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
     fp8 = isinstance(weight, Fp8Matrix)
-    tiles = _few_tiles(num_rows, (groups, rows, depth), fp8, settings)
+    default = few_settings(num_rows, fp8=fp8)
+    tiles = _settings("few_rows", num_rows, (groups, rows, depth), default, settings)
     splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
-    launch = _tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N")
-    words = fp8 and launch["BLOCK_K"] == 128 and depth % 128 == 0
-    if isinstance(weight, Fp8Matrix):
-        codes = weight.codes.view(torch.int16)
-        scales = weight.scales.view(torch.int32) if words else weight.scales
-    else:
-        codes = scales = weight
+    codes = weight.codes.view(torch.int16) if isinstance(weight, Fp8Matrix) else weight
     if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
         x = x.to(torch.bfloat16)
     parts = _parts(splits, out)
@@ -277,7 +260,7 @@ def _few(
     linear_kernels.few_rows[grid](
         x,
         codes,
-        scales,
+        weight.scales if isinstance(weight, Fp8Matrix) else codes,
         out if last else parts,
         parts,
         parts if counters is None else counters,
@@ -290,19 +273,17 @@ def _few(
         ROUND=int(rounded and (splits == 1 or last > 0)),
         LAST=last,
         FP8=fp8,
-        WORDS=words,
-        **_early(tiles),
-        **launch,
+        **_early(settings),
+        **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N"),
     )
     if not last:
-        _sum(parts, out, rounded, tiles)
+        _sum(parts, out, rounded, settings)
 
 
 def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
-    default = many_settings(rows)
-    tiles = _settings("many_rows", num_rows, (groups, rows, depth), default, settings)
+    tiles = _settings("many_rows", num_rows, (groups, rows, depth), many_settings(), settings)
     fp8 = isinstance(weight, Fp8Matrix)
     splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
     x = x.to(torch.bfloat16)
@@ -384,10 +365,10 @@ def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> 
         )
 
 
-def _early(settings: Config | None) -> dict[str, bool]:
+def _early(settings: Config | None) -> dict[str, int]:
     """Whether a kernel is launched while the one before it still runs."""
-    early = bool((settings or {}).get("early")) and not linear_kernels.INTERPRETED.value
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    early = 0 if linear_kernels.INTERPRETED.value else (settings or {}).get("early", _EARLY)
+    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": 0}
 
 
 def _tiles(settings: Config, depth: int, *names: str) -> Config:

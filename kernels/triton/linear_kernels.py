@@ -49,43 +49,6 @@ def _spread(factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _factor(biased, PLACE: tl.constexpr):
-    """One of the four bytes of a word, as `_factors` makes it of a byte with 120 added."""
-    if INTERPRETED:
-        factor = ((biased >> (8 * PLACE)) & 0xFF) << 7
-        return factor | (factor << 16)
-    # The byte in the upper half of both halves, and then down by one bit.
-    if PLACE == 0:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x0404; shr.u32 $0, t, 1; }",
-            "=r,r", [biased], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    if PLACE == 1:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x1414; shr.u32 $0, t, 1; }",
-            "=r,r", [biased], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    if PLACE == 2:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x2424; shr.u32 $0, t, 1; }",
-            "=r,r", [biased], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3434; shr.u32 $0, t, 1; }",
-        "=r,r", [biased], dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _four_factors(words, BLOCK_N: tl.constexpr):
-    """Words of four scale bytes, int32 [BLOCK_N] -> as `_factors`, [BLOCK_N, 4]."""
-    biased = words + 0x78787878  # 120 to each byte, which stays a byte
-    even = tl.join(_factor(biased, 0), _factor(biased, 2))
-    odd = tl.join(_factor(biased, 1), _factor(biased, 3))
-    return tl.reshape(tl.join(even, odd), (BLOCK_N, 4))
-
-
-@triton.jit
 def _times(codes, factors):
     """The interpreter's way for the lower byte: bf16 bits, int32."""
     bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
@@ -147,6 +110,22 @@ def _after_the_last_kernel(EARLY: tl.constexpr):
 
 
 @triton.jit
+def _prefetch(rows, num_bytes, NUM_ROWS: tl.constexpr):
+    """Bring so many bytes from each of these addresses (int64 [NUM_ROWS]) into the L2."""
+    lines = tl.arange(0, 4)[None, :] * 128
+    for start in range(0, num_bytes, 512):
+        at = rows[:, None] + tl.minimum(start + lines, num_bytes - 1)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [at],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def _store(out, product, mask, ROUND):
     product = tl.where(ROUND != 0, _round(product).to(tl.float32), product)
     tl.store(out, product.to(out.dtype.element_ty), mask=mask)
@@ -156,7 +135,7 @@ def _store(out, product, mask, ROUND):
 def few_rows(
     x,  # bf16 or float32 [R, G, K]
     w,  # int16 (words of two codes) [G, N, K / 2] or bf16 [G, N, K]
-    scales,  # uint8 [G, ceil(N/32), K/32], with WORDS int32 [.., K/128], or anything
+    scales,  # uint8 [G, ceil(N/32), K/32], or anything
     out,  # [R, G, N], or without LAST [S, R, G, N]
     parts,  # float32 [S, R, G, N], with LAST
     counters,  # int32 zeros, one for each tile of the result, with LAST
@@ -169,7 +148,6 @@ def few_rows(
     ROUND,  # whether to round to bf16 values
     LAST: tl.constexpr,  # SPLITS if the last of a tile's programs adds the splits up, else 0
     FP8: tl.constexpr,
-    WORDS: tl.constexpr,  # whether scales come four at a time; then BLOCK_K is 128
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -192,34 +170,28 @@ def few_rows(
     if FP8:
         # The compiler brings the codes straight from memory into the operand's registers, as long as
         # nothing but loads and element-wise work stands in between: hence a load of all scales too.
-        # Words of four are copied ahead like the codes; single bytes are waited for.
-        w_at = w + w_row[:, None] * (K // 2)
-        w_at += (split * depth // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
-        s_row = group * tl.cdiv(N, 32) + n_in // 32
-        if WORDS:
-            s_at = scales + s_row * (K // 128) + split * depth // 128
-        else:
-            s_at = scales + (s_row * (K // 32) + split * depth // 32)[:, None]
-            s_at += tl.arange(0, BLOCK_K // 32)[None, :]
+        words = K // 2
+        w_at = (
+            w + w_row[:, None] * words + (split * depth // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
+        )
+        s_row = (group * tl.cdiv(N, 32) + n_in // 32) * (K // 32) + split * depth // 32
+        s_at = scales + s_row[:, None] + tl.arange(0, BLOCK_K // 32)[None, :]
     else:
         w_at = w + w_row[:, None] * K + k[None, :]
         s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
+    if EARLY == 2:  # weights are written by no kernel
+        begin = w + w_row * (K // 2) + split * depth // 2 if FP8 else w + w_row * K + split * depth
+        _prefetch(begin.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
     _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
-    tl.assume(depth > 0)  # for a loop not taken the tensor cores would wait for one another
     for _ in range(0, depth, BLOCK_K):
         weight = tl.load(w_at)
         if FP8:
-            if WORDS:
-                factors = _four_factors(tl.load(s_at), BLOCK_N)
-                s_at += 1
-            else:
-                factors = _factors(tl.load(s_at))
-                s_at += BLOCK_K // 32
-            factors = _spread(factors, BLOCK_N, BLOCK_K)
+            factors = _spread(_factors(tl.load(s_at)), BLOCK_N, BLOCK_K)
             weight = _values(_dequantize(weight, factors), BLOCK_N, BLOCK_K)
             w_at += BLOCK_K // 2
+            s_at += BLOCK_K // 32
         else:
             w_at += BLOCK_K
         rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
@@ -278,8 +250,6 @@ def many_rows(
     x_row = x + group * K + tl.minimum(r, R - 1).to(tl.int64) * stride_x
     w_row = w + (group.to(tl.int64) * N + tl.minimum(n, N - 1)) * K
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    tl.assume(depth > 0)
-    tl.assume(SPLITS > 0)
     for split in range(1 if WHOLE else SPLITS):
         part = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         x_at = x_row[:, None] + (split * depth + k)[None, :]
@@ -320,7 +290,6 @@ def float_rows(
     x_at = x + r.to(tl.int64)[:, None] * stride_x + k[None, :]
     w_at = w + tl.minimum(n, N - 1)[:, None] * K + k[None, :]
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    tl.assume(depth > 0)
     for _ in range(0, depth, BLOCK_K):
         rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
         weight = tl.load(w_at)

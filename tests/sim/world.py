@@ -325,6 +325,9 @@ class World:
             return ask.aborted and final.code is None
         if final.code is Code.KV_PRESSURE:
             return final.finish_reason == "length" and self.shape.config.preempt == "stop"
+        if final.code is Code.STREAM_CHANGED:
+            # Where it ends then depends on the load, so after a gateway's death it may have no such place.
+            return self.shape.config.preempt == "stop"
         # A request that came before any rank had told of its pool.
         return final.code is Code.BAD_REQUEST and self._never_fits(ask)
 

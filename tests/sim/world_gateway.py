@@ -97,7 +97,6 @@ class GatewayBody(Body):
             keep_undelivered_s=600,
             seat_capacity=capacity,
             draw=node.rng.getrandbits,
-            logged=config.preempt == "stop",  # where a stream ends then depends on the load
         )
         self.core = world.make_gateway(settings, world.disk.recovered(), self.now_ns)
         self.journal = JournalThread(self, world.disk)

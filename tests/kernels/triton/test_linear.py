@@ -9,7 +9,7 @@ from phalanx.kernels.reference import quant
 from phalanx.kernels.reference.rows import round_bf16
 from phalanx.kernels.triton import linear as ops
 
-BOUND = 6e-6  # of the sum of the products' magnitudes
+BOUND = 4e-6  # of the sum of the products' magnitudes
 TOLERANCE = 2**-8  # and what rounding to bf16 adds, of the value
 
 
@@ -48,7 +48,7 @@ KINDS = ("fp8", "bf16", "float")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(96, 64), (24, 32), (40, 160), (72, 256)])
+@pytest.mark.parametrize("shape", [(96, 64), (24, 32), (40, 160)])
 def test_matmul_rows(device: torch.device, kind: str, shape: tuple[int, int]) -> None:
     weight = weights(kind, *shape, device)
     x = values(5, shape[1], device=device)
@@ -100,11 +100,11 @@ def test_the_last_program_adds_in_the_same_order(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "num_splits", lambda *_, **__: 3)
-    for num_rows, rows, depth in ((1, 40, 384), (20, 70, 96)):
-        weight, x = fp8(rows, depth, device), values(num_rows, depth, device=device)
+    for num_rows, rows in ((1, 40), (70, 140)):
+        weight, x = fp8(rows, 96, device), values(num_rows, 96, device=device)
         expected = ops.linear(x, weight, settings={"last": 0})
         for again in range(60 if device.type == "cuda" else 1):
-            result = ops.linear(x, weight, settings={"last": 1, "early": again % 2})
+            result = ops.linear(x, weight, settings={"last": 1, "early": again % 3})
             assert torch.equal(result, expected)
 
 
@@ -114,8 +114,7 @@ def test_grouped_linear(
     device: torch.device, kind: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ops, "_FEW", few)
-    monkeypatch.setattr(ops, "_NARROW", 0)
-    num_rows, groups, rows, depth = 3, 2, 32, 128
+    num_rows, groups, rows, depth = 3, 2, 32, 64
     weight = weights(kind, groups * rows, depth, device)
     x = values(num_rows, groups, depth, device=device)
     shaped = weight if isinstance(weight, Fp8Matrix) else weight.view(groups, rows, depth)
@@ -139,7 +138,6 @@ def test_a_row_is_alone(
 ) -> None:
     monkeypatch.setattr(ops, "_splits", lambda *_: splits)
     monkeypatch.setattr(ops, "_MIN_SIZE", 0)
-    monkeypatch.setattr(ops, "_NARROW", 0)
     monkeypatch.setattr(ops, "_FEW", 48)  # the smallest sizes on one path, the others on the other
     same_bits(device, kind, (24 if kind == "float" else 40, 96), (1, 7, 33, 70))
 
@@ -195,8 +193,6 @@ def test_splits_follow_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FULL = (
     ("fp8", 1792, 5120),
-    ("fp8", 4608, 5120),
-    ("fp8", 4096, 1280),
     ("fp8", 32768, 1280),
     ("fp8", 5120, 8192),
     ("fp8", 5120, 2304),
@@ -216,27 +212,3 @@ def test_a_row_is_alone_at_full_size(
     device: torch.device, kind: str, rows: int, depth: int
 ) -> None:
     same_bits(device, kind, (rows, depth), (1, 7, 16, 33, 64, 200, 300, 600))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_a_row_of_groups_is_alone_at_full_size(device: torch.device, kind: str) -> None:
-    groups, rows, depth = 8, 1024, 4096
-    weight = weights(kind, groups * rows, depth, device)
-    shaped = weight if isinstance(weight, Fp8Matrix) else weight.view(groups, rows, depth)
-    x = values(600, groups, depth, device=device)
-    whole = ops.grouped_linear(x, shaped)
-    check(whole[:, :rows], x[:, 0], dense(weight)[:rows], rounded=True)
-    for size in (1, 16, 64, 200):
-        assert torch.equal(ops.grouped_linear(x[:size], shaped), whole[:size]), size
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("num_rows", [1, 16, 64, 600])
-def test_linear_at_full_size(device: torch.device, num_rows: int) -> None:
-    weight, x = fp8(5120, 8192, device), values(num_rows, 8192, device=device)
-    result = ops.linear(x, weight)
-    check(result, quant.q8_roundtrip(x), weight.dequantize(), rounded=True)
-    assert torch.equal(ops.linear(x, weight, settings={"last": 1}), result)
