@@ -151,8 +151,9 @@ class World:
 
     def _check_one_final(self, gateway: GatewayBody, final: Final) -> None:
         """However often it is told, to whomever and by which gateway: there is one."""
-        if final.finish_reason == "abort" and self.asks[final.request_id].aborted:
-            return  # for the one who aborts, also while it is told again what had ended
+        for_one = self.asks[final.request_id].aborted or final.code is Code.SHUTDOWN
+        if final.finish_reason == "abort" and for_one:
+            return  # who aborts, or reads while the node stops: also of what had ended and is told again
         key = (final.request_id, final.index)
         first = self.finals.setdefault(key, final)
         same = (first.finish_reason, first.offset) == (final.finish_reason, final.offset)
