@@ -359,7 +359,8 @@ class Placement:
         before = (len(stream.tokens), stream.num_scores)
         if item.finish_reason == "abort" and item.code is None:
             # Not by this gateway, which is done with what it aborts: an old word reached it late.
-            stream.take(msgspec.structs.replace(item, finish_reason=None))
+            if not stream.lacks_logprobs(item):
+                stream.take(msgspec.structs.replace(item, finish_reason=None))
             self._final_seen(seat, stream.request_id, stream.index, place.attempt)
             self._unplace(stream)
             self.enqueue(stream, priority=1)

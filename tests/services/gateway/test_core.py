@@ -668,6 +668,19 @@ def test_an_adopted_sequence_that_lacks_logprobs_is_run_anew() -> None:
     assert desk.told()[-1] == Delta("r" * 32, 0, 0, (10, 11), "[10][11]", right)
 
 
+def test_tokens_that_an_old_abort_leaves_behind_need_their_logprobs() -> None:
+    """A word of the gateway before ended the adopted sequence; its tokens came without log-probabilities."""
+    desk = Desk(Recovered(entry(Sampling(seed=1, max_tokens=9, logprobs=0))), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    outputs = array("i", [10, 11, 12]).tobytes()
+    desk.scheduler(0, 1, SequenceInfo("r" * 32, 0, 33, outputs, None))
+    desk.scheduler(1)
+    item = TokensItem("r" * 32, 0, 33, 0, (10, 11, 12), "abort")
+    desk.says(b"scheduler-0#1", Tokens(0, 1, 1, (item,)))
+    ((_, submit),) = desk.submits()
+    assert submit.outputs == b""
+
+
 def test_answers_to_the_last_gateway_are_no_answers_to_this_one() -> None:
     """A service that was busy when the gateway died answers the next one, which counts its own calls."""
     desk = Desk()
