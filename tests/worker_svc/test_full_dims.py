@@ -15,7 +15,7 @@ import pytest
 from phalanx.worker_svc.model.config import ModelConfig
 from worker_svc import full_dims
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a busy machine is several times slower
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]  # a busy machine is several times slower
 
 
 @pytest.fixture(scope="module")
