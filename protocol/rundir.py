@@ -58,6 +58,12 @@ def write_plan(run_dir: Path, seat: int, plan: list[tuple[str, str]]) -> None:
     (run_dir / PLAN_FILE.format(seat=seat)).write_text(json.dumps(dict(plan)))
 
 
+def forget_plans(run_dir: Path) -> None:
+    """Of an earlier start, which may have had other ranks."""
+    for path in run_dir.glob(PLAN_FILE.format(seat="*")):
+        path.unlink(missing_ok=True)
+
+
 def read_plans(run_dir: Path) -> dict[int, dict[str, str]]:
     """What the ranks said, by seat; those that said nothing are left out."""
     found: dict[int, dict[str, str]] = {}

@@ -117,6 +117,7 @@ def run_processes(
     """`run_node` for any table of processes."""
     run_dir = rundir.prepare(config.run_path)
     lock = NodeLock(run_dir)
+    rundir.forget_plans(run_dir)
     try:
         config.check()
         _check_name_free(config)

@@ -70,5 +70,7 @@ def _row(figure: Figure) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("no NVIDIA GPU, or a torch without CUDA: the kernels are measured on a GPU")
     wanted = sys.argv[2:] or list(PARTS)
     print(json.dumps(run(wanted) if sys.argv[1] == "run" else tune(wanted)))

@@ -17,6 +17,8 @@ from rich.table import Table
 from phalanx.protocol.errors import ExitCode, PhalanxError
 from phalanx.supervisor.commands.common import console, finish, json_option, print_json
 
+KERNEL_PARTS = ("experts", "linear", "attention", "indexer", "fused", "sample")
+
 
 @click.group()
 def bench() -> None:
@@ -175,7 +177,7 @@ def http(streams: int, as_json: bool) -> None:
 
 
 @bench.command()
-@click.argument("parts", nargs=-1, metavar="[PART]...")
+@click.argument("parts", nargs=-1, metavar="[PART]...", type=click.Choice(KERNEL_PARTS))
 @json_option
 def kernels(parts: tuple[str, ...], as_json: bool) -> None:
     """The GPU's kernels at the full model's dimensions, against limits measured in the same run.

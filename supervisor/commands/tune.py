@@ -5,12 +5,12 @@ from pathlib import Path
 
 import click
 
-from phalanx.supervisor.commands.bench import in_process
+from phalanx.supervisor.commands.bench import KERNEL_PARTS, in_process
 from phalanx.supervisor.commands.common import console
 
 
 @click.command()
-@click.argument("parts", nargs=-1, metavar="[PART]...")
+@click.argument("parts", nargs=-1, metavar="[PART]...", type=click.Choice(KERNEL_PARTS))
 @click.option(
     "--out",
     required=True,

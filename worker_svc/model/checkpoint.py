@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.matrix import Matrix
-from phalanx.kernels.ops import ExpertPool
 from phalanx.kernels.reference.quant import dequant_engram_rows, dequant_fp4, dequant_fp8_block
 from phalanx.kernels.registry import interpreted
 from phalanx.worker_svc.model.caches import CPU
@@ -58,10 +57,6 @@ class Weights:
         self._experts: list[Expert] = []  # per layer, stacked along slots; empty if packed
         self.packs_experts = packs_experts(self.config)
         self.device = CPU
-
-    def pool(self, layer: int) -> ExpertPool:
-        """On a GPU, the slots of a layer's experts. On a CPU there is none (see `expert_matrices`)."""
-        raise NotImplementedError
 
     def take_matrix(self, name: str) -> Matrix:
         """A weight that rows are multiplied with, [out, in], in the form this device multiplies."""

@@ -50,6 +50,7 @@ class GpuWeights(Weights):
         return super().engram_rows(layer, ids).to(self.device)
 
     def pool(self, layer: int) -> ExpertPool:
+        """The slots of a layer's experts."""
         return self._pools[layer]
 
     def load_expert(self, layer: int, expert: int) -> Expert | None:

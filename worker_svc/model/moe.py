@@ -17,9 +17,9 @@ from phalanx.kernels.ops import (
     swiglu_q8,
 )
 from phalanx.kernels.reference.rows import TILE, round_bf16
-from phalanx.kernels.registry import on_gpu
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.gpu_weights import GpuWeights
 from phalanx.worker_svc.model.layers import MoeWeights
 from phalanx.worker_svc.model.step import LayerContext
 
@@ -100,7 +100,7 @@ def run_expert_pairs(
     dim, inter = weights.config.hidden_size, weights.config.moe_intermediate_size
     if len(slot_ids) == 0:
         return x_rows.new_empty((0, dim))
-    if on_gpu(x_rows):
+    if isinstance(weights, GpuWeights):
         limit = weights.config.swiglu_limit
         return run_experts(weights.pool(layer), slot_ids, x_rows, pair_weights, limit)
     # Packed experts are unpacked one at a time, to bound what is unpacked at once.
