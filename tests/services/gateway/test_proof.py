@@ -146,6 +146,20 @@ def test_what_is_told_again_must_come_to_the_digest_in_the_journal() -> None:
         desk.produces(seat, submit, 0, 10, last, finish="length")
         desk.decodes()
         assert finals(desk.told())[0].code is code
+        assert not any(isinstance(op, Finish) for op in desk.ops)  # it has ended already
+
+
+def test_what_is_made_again_and_ends_earlier_leaves_the_recorded_end() -> None:
+    """Where memory may end a stream, the next one to make it may have less of it."""
+    desk = Desk(Recovered(entry(), {0: ended(3, tokens_digest(0, (10, 11, 12)))}))
+    desk.asks(Attach(1, R))
+    desk.turn()
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, finish="length", code=Code.KV_PRESSURE)
+    desk.decodes()
+    (final,) = finals(desk.told())
+    assert (final.offset, final.code) == (1, Code.KV_PRESSURE)
+    assert not any(isinstance(op, Finish) for op in desk.ops)
 
 
 def test_an_ended_request_of_other_numerics_is_not_made_again() -> None:
