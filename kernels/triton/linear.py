@@ -247,7 +247,13 @@ def _few(
     default = few_settings(num_rows, fp8=fp8)
     tiles = _settings("few_rows", num_rows, (groups, rows, depth), default, settings)
     splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
-    codes = weight.codes.view(torch.int16) if isinstance(weight, Fp8Matrix) else weight
+    launch = _tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N")
+    words = fp8 and launch["BLOCK_K"] == 128 and depth % 128 == 0
+    if isinstance(weight, Fp8Matrix):
+        codes = weight.codes.view(torch.int32)
+        scales = weight.scales.view(torch.int32) if words else weight.scales
+    else:
+        codes = scales = weight
     if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
         x = x.to(torch.bfloat16)
     parts = _parts(splits, out)
@@ -260,7 +266,7 @@ def _few(
     linear_kernels.few_rows[grid](
         x,
         codes,
-        weight.scales if isinstance(weight, Fp8Matrix) else codes,
+        scales,
         out if last else parts,
         parts,
         parts if counters is None else counters,
@@ -273,8 +279,9 @@ def _few(
         ROUND=int(rounded and (splits == 1 or last > 0)),
         LAST=last,
         FP8=fp8,
+        WORDS=words,
         **_early(settings),
-        **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N"),
+        **launch,
     )
     if not last:
         _sum(parts, out, rounded, settings)
@@ -332,7 +339,7 @@ def dequantize(weight: Fp8Matrix) -> Tensor:
     out = torch.empty((rows, depth), dtype=torch.bfloat16, device=weight.device)
     width = _unit(depth)
     linear_kernels.dequantize[(depth // width, triton.cdiv(rows, GROUP))](
-        weight.codes.view(torch.int16),
+        weight.codes.view(torch.int32),
         weight.scales,
         out.view(torch.int32),
         rows,

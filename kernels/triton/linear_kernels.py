@@ -1,10 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 """The device side of `linear`: matrix products with one order along K, whatever the tiles.
 
-Every product is a chain of `tl.dot` over bf16 values with float32 sums. A row's bits depend on the
-order of K alone: not on the height of a tile, nor on the side its rows stand on (measured; the
-tests check it on the GPU at hand). That holds while the compiler uses one instruction family, wgmma
-with its natural order of K: so every tile has at least 64 rows of the left operand.
+Every product is a chain of `tl.dot` over bf16 values with float32 sums. A row's bits depend on which
+columns come together in one instruction, 16 at a time, and on the order of these sixteens: not on
+the order within one, nor on the height of a tile, nor on the side its rows stand on (measured; the
+tests check it on the GPU at hand). That holds while the compiler keeps the sixteens, as it does for
+wgmma: so every tile has at least 64 rows of the left operand.
 """
 
 from typing import Final
@@ -16,7 +17,7 @@ import triton.language as tl
 # Its float64 hides the order within a tile, as numpy has another for every tile height.
 INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-# Two words of two e4m3 codes to two pairs of bf16. A code's bits (s eeee mmm) moved into bf16's places
+# A word of four e4m3 codes to two pairs of bf16. A code's bits (s eeee mmm) moved into bf16's places
 # (s 0000eeee mmm0000) are its value times 2^-120, subnormals too; the factor brings 2^120 and the
 # block's scale. The first masks leave sign and high exponent bits of the four, the next the rest.
 _E4M3_TO_BF16: Final = tl.constexpr("""{
@@ -29,7 +30,7 @@ _E4M3_TO_BF16: Final = tl.constexpr("""{
     prmt.b32 $0, low, high, 0x5140;
     prmt.b32 $1, low, high, 0x7362;
     mul.bf16x2 $0, $0, $3;
-    mul.bf16x2 $1, $1, $4;
+    mul.bf16x2 $1, $1, $3;
 }""")
 
 
@@ -42,15 +43,16 @@ def _factors(scales):
 
 
 @triton.jit
-def _spread(factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_N, BLOCK_K / 32] -> [BLOCK_N, BLOCK_K / 2], one for each word of two codes."""
-    wide = tl.broadcast_to(factors[:, :, None], (BLOCK_N, BLOCK_K // 32, 16))
-    return tl.reshape(wide, (BLOCK_N, BLOCK_K // 2))
+def _four_factors(words, BLOCKS: tl.constexpr):
+    """Words of four scale bytes, int32 [BLOCKS] -> as `_factors`, [BLOCKS, 4]."""
+    even = tl.join(_factors(words & 0xFF), _factors((words >> 16) & 0xFF))
+    odd = tl.join(_factors((words >> 8) & 0xFF), _factors((words >> 24) & 0xFF))
+    return tl.reshape(tl.join(even, odd), (BLOCKS, 4))
 
 
 @triton.jit
 def _times(codes, factors):
-    """The interpreter's way for the lower byte: bf16 bits, int32."""
+    """The interpreter's way for the lowest byte: bf16 bits, int32."""
     bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
     factor = (factors << 16).to(tl.float32, bitcast=True)
     return ((bits.to(tl.float32, bitcast=True) * factor).to(tl.int32, bitcast=True) >> 16) & 0xFFFF
@@ -58,25 +60,59 @@ def _times(codes, factors):
 
 @triton.jit
 def _dequantize(words, factors):
-    """Words of two e4m3 codes, int16, with factors from `_factors` -> pairs of bf16 in int32, exact."""
+    """Words of four e4m3 codes, int32, with factors from `_factors` -> pairs of bf16 in int32, exact.
+
+    The first pair is of the two lower bytes.
+    """
     if INTERPRETED:
-        codes = words.to(tl.int32)
-        return _times(codes, factors) | (_times(codes >> 8, factors) << 16)
+        low = _times(words, factors) | (_times(words >> 8, factors) << 16)
+        return low, _times(words >> 16, factors) | (_times(words >> 24, factors) << 16)
     return tl.inline_asm_elementwise(
         _E4M3_TO_BF16,
-        "=&r,=&r,r,r,r",
+        "=&r,=&r,r,r",
         [words, factors],
-        dtype=tl.int32,
+        dtype=(tl.int32, tl.int32),
         is_pure=True,
-        pack=2,
+        pack=1,
     )
 
 
 @triton.jit
-def _values(pairs, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Pairs in int32 [BLOCK_N, BLOCK_K / 2] -> bf16 [BLOCK_N, BLOCK_K]. No value leaves its register."""
+def _weights(words, factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Words of four codes [BLOCK_N, BLOCK_K / 4] -> bf16 [BLOCK_N, BLOCK_K] in the order of `_shuffled`.
+
+    No value leaves its register: a thread of a tensor core's warp holds columns 2t, 2t + 1, 2t + 8
+    and 2t + 9 of every 16, which are to be the four of one word.
+    """
+    both = tl.join(*_dequantize(words, factors))
+    both = tl.permute(tl.reshape(both, (BLOCK_N, BLOCK_K // 16, 4, 2)), (0, 1, 3, 2))
+    pairs = tl.reshape(both, (BLOCK_N, BLOCK_K // 2))
     both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
     return tl.reshape(both, (BLOCK_N, BLOCK_K)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _shuffled(rows, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns 4t, 4t + 1, 4t + 2, 4t + 3 of every 16 become 2t, 2t + 1, 2t + 8, 2t + 9.
+
+    A tensor core's instruction adds up 16 columns whatever their order (the tests check it).
+    """
+    rows = tl.permute(tl.reshape(rows, (BLOCK_R, BLOCK_K // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(rows, (BLOCK_R, BLOCK_K))
+
+
+@triton.jit
+def _settle(acc):
+    """Wait until the tensor cores have added to `acc`.
+
+    Left alone, the compiler (Triton 3.6) lets an iteration's last products run on into the next
+    one, which overwrites the registers that they still read: wrong bits now and then.
+    """
+    if INTERPRETED:
+        return acc
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -134,8 +170,8 @@ def _store(out, product, mask, ROUND):
 @triton.jit(do_not_specialize=["R", "GROUPS", "SPLITS", "ROUND"])
 def few_rows(
     x,  # bf16 or float32 [R, G, K]
-    w,  # int16 (words of two codes) [G, N, K / 2] or bf16 [G, N, K]
-    scales,  # uint8 [G, ceil(N/32), K/32], or anything
+    w,  # int32 (words of four codes) [G, N, K / 4] or bf16 [G, N, K]
+    scales,  # uint8 [G, ceil(N/32), K/32], with WORDS int32 [.., K/128], or anything
     out,  # [R, G, N], or without LAST [S, R, G, N]
     parts,  # float32 [S, R, G, N], with LAST
     counters,  # int32 zeros, one for each tile of the result, with LAST
@@ -148,6 +184,7 @@ def few_rows(
     ROUND,  # whether to round to bf16 values
     LAST: tl.constexpr,  # SPLITS if the last of a tile's programs adds the splits up, else 0
     FP8: tl.constexpr,
+    WORDS: tl.constexpr,  # whether scales come four at a time; then BLOCK_K is 128
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,9 +194,10 @@ def few_rows(
 
     Grid: (tiles of N, tiles of R, G * S). Split s sums its own K / S.
     """
+    BLOCKS: tl.constexpr = BLOCK_N // 32
     group = tl.program_id(2) // SPLITS
     split = tl.program_id(2) % SPLITS
-    depth = K // SPLITS // 32 * 32  # as the compiler cannot see that it is a multiple of 32
+    depth = K // SPLITS // BLOCK_K * BLOCK_K  # as the compiler cannot see that it is a multiple
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -170,32 +208,46 @@ def few_rows(
     if FP8:
         # The compiler brings the codes straight from memory into the operand's registers, as long as
         # nothing but loads and element-wise work stands in between: hence a load of all scales too.
-        words = K // 2
-        w_at = (
-            w + w_row[:, None] * words + (split * depth // 2 + tl.arange(0, BLOCK_K // 2))[None, :]
-        )
-        s_row = (group * tl.cdiv(N, 32) + n_in // 32) * (K // 32) + split * depth // 32
-        s_at = scales + s_row[:, None] + tl.arange(0, BLOCK_K // 32)[None, :]
+        # Words of four are copied ahead like the codes; single bytes are waited for.
+        w_at = w + w_row[:, None] * (K // 4)
+        w_at += (split * depth // 4 + tl.arange(0, BLOCK_K // 4))[None, :]
+        num_blocks = tl.cdiv(N, 32)
+        block = tl.minimum(first // 32 + tl.arange(0, BLOCKS), num_blocks - 1)
+        s_row = group * num_blocks + block
+        if WORDS:
+            s_at = scales + s_row * (K // 128) + split * depth // 128
+        else:
+            s_at = scales + (s_row * (K // 32) + split * depth // 32)[:, None]
+            s_at += tl.arange(0, BLOCK_K // 32)[None, :]
     else:
         w_at = w + w_row[:, None] * K + k[None, :]
         s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
     if EARLY == 2:  # weights are written by no kernel
-        begin = w + w_row * (K // 2) + split * depth // 2 if FP8 else w + w_row * K + split * depth
+        begin = w + w_row * (K // 4) + split * depth // 4 if FP8 else w + w_row * K + split * depth
         _prefetch(begin.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
     _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
+    tl.assume(depth > 0)  # for a loop not taken the tensor cores would wait for one another
     for _ in range(0, depth, BLOCK_K):
         weight = tl.load(w_at)
-        if FP8:
-            factors = _spread(_factors(tl.load(s_at)), BLOCK_N, BLOCK_K)
-            weight = _values(_dequantize(weight, factors), BLOCK_N, BLOCK_K)
-            w_at += BLOCK_K // 2
-            s_at += BLOCK_K // 32
-        else:
-            w_at += BLOCK_K
         rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
-        acc = _dot(weight, tl.trans(rows), acc)
+        if FP8:
+            if WORDS:
+                factors = _four_factors(tl.load(s_at), BLOCKS)
+                s_at += 1
+            else:
+                factors = _factors(tl.load(s_at))
+                s_at += BLOCK_K // 32
+            wide = tl.broadcast_to(factors[:, None, :, None], (BLOCKS, 32, BLOCK_K // 32, 8))
+            factors = tl.reshape(wide, (BLOCK_N, BLOCK_K // 4))
+            weight = _weights(weight, factors, BLOCK_N, BLOCK_K)
+            rows = _shuffled(rows, BLOCK_R, BLOCK_K)
+            acc = _settle(_dot(weight, tl.trans(rows), acc))
+            w_at += BLOCK_K // 4
+        else:
+            acc = _dot(weight, tl.trans(rows), acc)
+            w_at += BLOCK_K
         x_at += BLOCK_K
     first_at = (r.to(tl.int64) * GROUPS + group)[None, :] * N + n[:, None]
     size = R.to(tl.int64) * GROUPS * N
@@ -328,17 +380,19 @@ def sum_splits(
 
 @triton.jit
 def dequantize(w, scales, out, N, K, BLOCK_K: tl.constexpr):
-    """Words of two codes, int16 [N, K / 2], with their scales -> pairs of bf16 in int32 [N, K / 2].
+    """Words of four codes, int32 [N, K / 4], with their scales -> pairs of bf16 in int32 [N, K / 2].
 
     Grid: (K / BLOCK_K, tiles of 32 rows).
     """
     n = tl.program_id(1) * 32 + tl.arange(0, 32)
-    k = tl.program_id(0) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
-    at = n.to(tl.int64)[:, None] * (K // 2) + k[None, :]
-    words = tl.load(w + at, mask=n[:, None] < N, other=0)
-    s_at = scales + tl.program_id(1) * (K // 32) + k // 16
-    factors = tl.broadcast_to(_factors(tl.load(s_at))[None, :], (32, BLOCK_K // 2))
-    tl.store(out + at, _dequantize(words, factors), mask=n[:, None] < N)
+    k = tl.program_id(0) * (BLOCK_K // 4) + tl.arange(0, BLOCK_K // 4)
+    row, inside = n.to(tl.int64)[:, None], n[:, None] < N
+    words = tl.load(w + row * (K // 4) + k[None, :], mask=inside, other=0)
+    s_at = scales + tl.program_id(1) * (K // 32) + k // 8
+    factors = tl.broadcast_to(_factors(tl.load(s_at))[None, :], (32, BLOCK_K // 4))
+    pairs = tl.reshape(tl.join(*_dequantize(words, factors)), (32, BLOCK_K // 2))
+    pair = tl.program_id(0) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
+    tl.store(out + row * (K // 2) + pair[None, :], pairs, mask=inside)
 
 
 @triton.jit(do_not_specialize=["R", "num_counters"])

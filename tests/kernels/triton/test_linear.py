@@ -193,6 +193,8 @@ def test_splits_follow_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FULL = (
     ("fp8", 1792, 5120),
+    ("fp8", 4608, 5120),
+    ("fp8", 4096, 1280),
     ("fp8", 32768, 1280),
     ("fp8", 5120, 8192),
     ("fp8", 5120, 2304),
@@ -211,4 +213,30 @@ FULL = (
 def test_a_row_is_alone_at_full_size(
     device: torch.device, kind: str, rows: int, depth: int
 ) -> None:
-    same_bits(device, kind, (rows, depth), (1, 7, 16, 33, 64, 200, 300, 600))
+    same_bits(device, kind, (rows, depth), (1, 7, 16, 33, 64, 100, 200, 256, 300, 385, 512, 600))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_rows", [16, 64, 256, 512])
+def test_a_product_is_the_same_each_time(device: torch.device, num_rows: int) -> None:
+    """Registers overwritten while the tensor cores read them were seen in one run of five."""
+    weight = fp8(4096, 1280, device)
+    x = values(num_rows, 1280, device=device).bfloat16()
+    expected = ops.matmul_rows(x, weight, settings={"many": 1})
+    for _ in range(50):
+        assert torch.equal(ops.matmul_rows(x, weight, settings={"many": 0}), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_a_row_of_groups_is_alone_at_full_size(device: torch.device, kind: str) -> None:
+    groups, rows, depth = 8, 1024, 4096
+    weight = weights(kind, groups * rows, depth, device)
+    shaped = weight if isinstance(weight, Fp8Matrix) else weight.view(groups, rows, depth)
+    x = values(600, groups, depth, device=device)
+    whole = ops.grouped_linear(x, shaped)
+    check(whole[:, :rows], x[:, 0], dense(weight)[:rows], rounded=True)
+    for size in (1, 16, 64, 200, 300, 512):
+        assert torch.equal(ops.grouped_linear(x[:size], shaped), whole[:size]), size
