@@ -1,5 +1,5 @@
 """A node that computes on a GPU: every stream is the same alone and in company, in small and in large
-portions, preempted or not, and nothing is left.
+portions, preempted or not, after a process was killed, on one GPU and on two; and nothing is left.
 
 PHALANX_TEST_DEVICE=cpu runs the same on the CPU, to try the test itself.
 """
@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,9 @@ def check(
     """One node with plenty of everything, then one with little: the same streams."""
     options = ("--device", DEVICE, "--model", model)
     with tempfile.TemporaryDirectory() as scratch:
+        started = time.monotonic()
         node = start(1, *options, "--config", config_file(Path(scratch), **plenty))
+        print(f"ready: {time.monotonic() - started:.1f} s")
         together = timed("together", lambda: node.run(wanted, timeout=_READ_S))
         print(f"step us: {steps(node)}; memory: {read_plans(node.run_dir)}")
         assert len(together) == sum(spec.n for spec in wanted)
@@ -99,8 +102,8 @@ def check(
 
 
 def steps(node: Node) -> tuple[int, int]:
-    """Median and 99th percentile of the last 256 steps, in microseconds."""
-    (rank,) = read_queues(node.run_dir.name)["ranks"]
+    """Median and 99th percentile of rank 0's last 256 steps, in microseconds."""
+    rank, *_ = read_queues(node.run_dir.name)["ranks"]
     return rank["step_us_p50"], rank["step_us_p99"]
 
 
@@ -117,12 +120,54 @@ def test_streams_of_a_small_model(start_node: Callable[..., Node]) -> None:
     check(start_node, "random-tiny", specs(lengths, 40, 500), {}, small, alone=5)
 
 
+def killed(node: Node, wanted: list[Spec], victim: str) -> Streams:
+    """The streams when a process is killed while they run; the node is whole again afterwards."""
+    pid = node.pids()[victim]
+
+    def kill() -> None:
+        wait_for(lambda: node.running() > len(wanted) // 2, 60, "running sequences")
+        os.kill(pid, signal.SIGKILL)
+
+    found = timed(f"{victim} killed", lambda: node.run(wanted, kill, timeout=_READ_S))
+    # A worker's kernels lie in the cache on disk, but its process loads CUDA and the weights again.
+    node.wait_healthy(120)
+    assert node.pids()[victim] != pid
+    wait_for(node.whole, 60, "every block and slot back")
+    return found
+
+
+def test_a_killed_process_changes_no_token(start_node: Callable[..., Node]) -> None:
+    wanted = specs([1, 130, 300, 9, 500, 64], 300, 500)
+    node = start_node(1, "--device", DEVICE, "--model", "random-tiny")
+    fault_free = timed("fault-free", lambda: node.run(wanted, timeout=_READ_S))
+    assert killed(node, wanted, "worker-0") == fault_free
+    assert killed(node, wanted, "scheduler-0") == fault_free
+    node.stop()
+
+
+@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_give_the_tokens_of_one(start_node: Callable[..., Node]) -> None:
+    """And one of them goes on alone when the other's worker is killed."""
+    wanted = specs([1, 130, 300, 9, 500, 64], 300, 500)
+    options = ("--device", DEVICE, "--model", "random-tiny")
+    one = start_node(1, *options)
+    expected = timed("one rank", lambda: one.run(wanted, timeout=_READ_S))
+    one.stop()
+    two = start_node(2, *options)
+    assert timed("two ranks", lambda: two.run(wanted, timeout=_READ_S)) == expected
+    print(f"step us: {steps(two)}")
+    assert killed(two, wanted, "worker-1") == expected
+    two.stop()
+
+
 @pytest.fixture(scope="module")
 def full_model() -> Iterator[Path]:
     """Four layers with every dimension of the full model: about 30 GB with all experts."""
     scratch = Path(tempfile.mkdtemp(prefix="phalanx-full-"))
+    started = time.monotonic()
     try:
         full_dims.write(scratch / "model", seed=1, shape=full_dims.FOUR_LAYERS)
+        print(f"written: {time.monotonic() - started:.1f} s")
         yield scratch / "model"
     finally:
         shutil.rmtree(scratch)
