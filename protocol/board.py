@@ -44,6 +44,7 @@ class ProcessPhase(IntEnum):
     READY = 3
     BUSY = 4  # in a step, or in one long piece of work that reports progress
     DRAINING = 5
+    COMPILING = 6  # a kernel, within a step: no sign of life until it is there
 
 
 class Board:

@@ -75,7 +75,8 @@ class Process:
 
     def hung(self, now_ns: int) -> str:
         """Why the process counts as hung; empty when it does not."""
-        limit_ms = START_DEADLINE_MS if self.stage is Stage.STARTING else HANG_MS
+        patient = self.stage is Stage.STARTING or self.phase is ProcessPhase.COMPILING
+        limit_ms = START_DEADLINE_MS if patient else HANG_MS
         if self.spec.kind != "worker" and self.life.state == "R":
             # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
             limit_ms = max(limit_ms, BUSY_SILENCE_MS)

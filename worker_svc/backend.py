@@ -6,6 +6,7 @@ import msgspec
 import torch
 
 from phalanx.kernels import registry
+from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.placement import (
@@ -46,6 +47,11 @@ class ModelBackend:
         device = rank_device(config, service.seat)
         registry.prefer(config.worker.kernels)
         self._service, self._seat = service, service.seat
+        self._warm = False
+        if device.type == "cuda":
+            from phalanx.kernels.triton.compiling import watch_compiling
+
+            watch_compiling(self._compile_begins, self._compile_ended)
         worker = config.worker
         self._truncation = Truncation(worker.yoco_truncation, worker.yoco_keep_tokens)
         service.progress("check numerics")
@@ -102,6 +108,20 @@ class ModelBackend:
                 self._alive,
                 lambda done: service.progress("compile kernels", done),
             )
+
+        self._warm = True
+
+    def _compile_begins(self, kernel: str) -> None:
+        if self._warm:
+            self._service.row.phase = ProcessPhase.COMPILING
+        self._alive()
+
+    def _compile_ended(self, kernel: str, seconds: float) -> None:
+        self._alive()
+        if self._warm:
+            # Every stream waited for it: a case that `warm_up` does not reach.
+            self._service.row.phase = ProcessPhase.BUSY
+            self._service.log.warning("kernel compiled while serving", kernel=kernel, s=seconds)
 
     def _load(self, device: torch.device) -> Weights:
         """Load what the seat holds in the placement that runs, else in that of a full node.

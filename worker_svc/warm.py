@@ -19,6 +19,8 @@ from phalanx.worker_svc.model.moving import moved
 
 # (sequences, rows of each): decode steps, verification rows, prompts short and long.
 _STEPS = ((1, 1), (8, 1), (40, 1), (100, 1), (4, 6), (1, 17), (1, 120), (2, 600), (1, 4096))
+# Tokens before the first row: kernels over a context know short and long ones.
+_CONTEXTS = (0, 3_000, 40_000)
 
 
 class _OwnExperts:
@@ -71,20 +73,20 @@ def warm_up(
 
 
 def _batches(model: Model, max_rows: int) -> Iterator[StepBatch]:
+    config = model.config
     num_blocks, num_slots = model.pools.blocks.shape[0] - 1, model.pools.slots.shape[0]
-    longest = min(model.config.max_positions, max_rows)
+    longest = min(config.max_positions, model.pools.history.shape[1])
     for wanted, length in _STEPS:
-        count = min(wanted, num_slots, num_blocks)
-        rows = min(length, longest, num_blocks // count * BLOCK_TOKENS, max_rows // count)
-        per_sequence = -(-rows // BLOCK_TOKENS)
-        ids = [token % model.config.vocab_size for token in range(rows)]
-        yield StepBatch.of(
-            [
-                SequenceRows(slot, 0, ids, _blocks(slot, per_sequence), logits=True)
-                for slot in range(count)
-            ]
-        )
-
-
-def _blocks(slot: int, count: int) -> range:
-    return range(1 + slot * count, 1 + (slot + 1) * count)
+        count = min(wanted, num_slots)
+        rows = min(length, longest, max_rows // count)
+        ids = [token % config.vocab_size for token in range(rows)]
+        for context in _CONTEXTS:
+            start = min(context, longest - rows)
+            if context and start == 0:
+                continue
+            # Blocks are read and written by several at once: nobody wants what lies in them.
+            columns = -(-(start + rows) // BLOCK_TOKENS)
+            blocks = [1 + column % num_blocks for column in range(columns)]
+            yield StepBatch.of(
+                [SequenceRows(slot, start, ids, blocks, logits=True) for slot in range(count)]
+            )

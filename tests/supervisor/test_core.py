@@ -403,6 +403,17 @@ def test_a_quiet_load_is_not_a_hang() -> None:
     assert not hung(story, "worker-1")
 
 
+def test_a_worker_that_compiles_a_kernel_in_a_step_is_not_hung() -> None:
+    story = running()
+    story.silent.add("worker-1")
+    story.feed(Observed("worker-1", 1, story.now_ns, 1, ProcessPhase.COMPILING)).wait(600)
+    story.feed(Inspected("worker-1", 1, "R", 0)).wait(20_000)
+    assert not hung(story, "worker-1") and story.epoch == 2
+    story.feed(Observed("worker-1", 1, story.now_ns, 2, ProcessPhase.BUSY)).wait(600)
+    story.feed(Inspected("worker-1", 1, "S", 0)).wait(HANG_MS)
+    assert hung(story, "worker-1")
+
+
 def test_a_start_that_beats_but_gets_nowhere_ends() -> None:
     story = Story()
     story.ready(*(name for name in story.core.processes if name != "worker-1"))
