@@ -116,6 +116,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.worker.yoco_truncation != "off":
             mode = self.worker.yoco_truncation
             found.append(f"worker.yoco_truncation is {mode}: prompts are approximate")
+        if self.scheduler.preempt == "stop":
+            found.append("scheduler.preempt is stop: when memory is short, where a stream ends")
         if self.device == "cuda" and self.worker.kernels == "reference":
             found.append("worker.kernels is reference: rows may depend on their batch")
         return tuple(found)

@@ -1,7 +1,8 @@
 """The simulator of the whole system must find bugs, else it tests nothing: each of these is planted in one
 part, and some run has to fail within a stated number of seeds."""
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from phalanx.protocol.messages import Attach, ClientMessage, TokensItem
+from phalanx.protocol.messages import Attach, ClientMessage, DecodedItem, TokensItem
 from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.protocol.topology import Seat as SeatOfTopology
 from phalanx.scheduler_svc import core as scheduler_core
@@ -19,15 +20,17 @@ from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
 from phalanx.services.client_core import ClientCore
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
-from phalanx.services.gateway.entries import Accept, Recovered
+from phalanx.services.gateway.entries import Accept, Produced, Recovered, Scored
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.seats import Seat
 from phalanx.services.gateway.streams import End, Place, Request, Stream
+from phalanx.supervisor.changes import Changes
 from phalanx.supervisor.core import SupervisorCore
-from phalanx.supervisor.events import AcksSeen, Action
+from phalanx.supervisor.events import AcksSeen, Action, Kill, Send
 from phalanx.supervisor.group import Group, GroupPhase
 from phalanx.supervisor.process import Process
 from phalanx.worker_svc.slots import Slots
+from sim.gateway_world import Disk
 from sim.hash_worker import HashWorker
 from sim.host import Child
 from sim.world import World
@@ -102,10 +105,36 @@ def does_not_kill_who_hangs(patch: Patch) -> None:
     patch.setattr(SupervisorCore, "lose", lose)
 
 
+@planted(seeds=20)
+def who_shall_leave_is_told_to_end_at_once(patch: Patch) -> None:
+    """Not when the group runs without it."""
+
+    def leave(self: Group, seats: Collection[int], cause: str, now_ns: int) -> list[Action]:
+        for seat in seats:
+            self.members.pop(seat, None)
+        return []
+
+    patch.setattr(Group, "leave", leave)
+
+
+@planted(seeds=40)
+def a_gateway_that_is_replaced_drains(patch: Patch) -> None:
+    """It refuses who comes meanwhile, and is killed over streams that go on."""
+    right = Changes._finish_off
+
+    def finish_off(self: Changes, process: Process, now_ns: int) -> list[Action]:
+        actions = right(self, process, now_ns)
+        if any(isinstance(action, Send) for action in actions):
+            return [Kill(process.spec.name, process.incarnation, signal.SIGTERM)]
+        return actions
+
+    patch.setattr(Changes, "_finish_off", finish_off)
+
+
 # ---------------------------------------------------------------- worker
 
 
-@planted(seeds=100, first=65)
+@planted(seeds=100, first=20)
 def receives_into_the_old_region(patch: Patch) -> None:
     """What a dying peer stored for an earlier epoch counts in this one."""
 
@@ -115,7 +144,7 @@ def receives_into_the_old_region(patch: Patch) -> None:
     patch.setattr(WorkerBody, "fresh_region", fresh_region)
 
 
-@planted(seeds=40)
+@planted(seeds=80, first=20)
 def who_waits_for_rows_does_not_look_at_the_epoch(patch: Patch) -> None:
     """Survivors of a loss do not acknowledge STOP, and are taken for lost as well."""
     right = WorkerBody._advance
@@ -131,7 +160,7 @@ def who_waits_for_rows_does_not_look_at_the_epoch(patch: Patch) -> None:
     patch.setattr(WorkerBody, "_advance", advance)
 
 
-@planted(seeds=20)
+@planted(seeds=40)
 def an_abandoned_step_commits(patch: Patch) -> None:
     right = HashWorker.run
 
@@ -160,7 +189,7 @@ def no_fence(patch: Patch) -> None:
     patch.setattr(Scheduler, "_release", release)
 
 
-@planted(seeds=20)
+@planted(seeds=60)
 def one_link_for_all_workers(patch: Patch) -> None:
     """The next worker finds the plans that the last one did not run."""
 
@@ -228,13 +257,13 @@ def commands_are_said_once(patch: Patch) -> None:
     patch.setattr(Placement, "_repeat", lambda self, stream, place, seat, now_ns: None)
 
 
-@planted(seeds=60, first=30)
+@planted(seeds=60)
 def an_aborted_request_comes_back_to_life(patch: Patch) -> None:
     right = Core._recover
 
     def recover(self: Core, one: Recovered, now_ns: int) -> None:
         finals = {i: final for i, final in one.finals.items() if final.finish_reason != "abort"}
-        right(self, Recovered(one.entry, finals), now_ns)
+        right(self, Recovered(one.entry, finals, one.produced, one.scored), now_ns)
 
     patch.setattr(Core, "_recover", recover)
 
@@ -257,24 +286,25 @@ def resumes_at_the_beginning(patch: Patch) -> None:
     patch.setattr(Stream, "outputs", lambda self: b"")
 
 
-@planted(seeds=60, first=20)
+@planted(seeds=60)
 def tells_an_abort_before_it_is_on_disk(patch: Patch) -> None:
     right = Core._abort_request
 
     def abort(self: Core, request: Request, end: End, now_ns: int) -> None:
         right(self, request, end, now_ns)
         request.held = False
+        self._delivery.offer(request)
 
     patch.setattr(Core, "_abort_request", abort)
 
 
-@planted(seeds=60, first=25)
+@planted(seeds=60)
 def forgets_finals_of_the_last_life(patch: Patch) -> None:
     """Every sequence of an open request begins anew after a restart, for a reader that had its end."""
     right = Core._recover
 
     def recover(self: Core, one: Recovered, now_ns: int) -> None:
-        right(self, Recovered(one.entry, {}), now_ns)
+        right(self, Recovered(one.entry, {}, one.produced, one.scored), now_ns)
 
     patch.setattr(Core, "_recover", recover)
 
@@ -298,6 +328,54 @@ def tokens_of_a_lost_place_are_the_streams_of_another(patch: Patch) -> None:
 
     patch.setattr(Placement, "_replace_scheduler", replace)
     patch.setattr(Placement, "_unplace", unplace)
+
+
+@planted(seeds=20)
+def tells_before_it_is_in_the_log(patch: Patch) -> None:
+    right = Stream.note
+
+    def note(self: Stream) -> list[Produced | Scored]:
+        fresh = right(self)
+        self.logged, self.scores_logged, self.end_logged = self.noted, self.scores_noted, True
+        return fresh
+
+    patch.setattr(Stream, "note", note)
+
+
+@planted(seeds=60, first=20)
+def the_log_lacks_the_scores_of_prompts(patch: Patch) -> None:
+    """Whoever asked for them and comes again after the death of the gateway cannot be told."""
+    right = Stream.note
+
+    def note(self: Stream) -> list[Produced | Scored]:
+        self.scores_logged = self.num_scores
+        return [op for op in right(self) if isinstance(op, Produced)]
+
+    patch.setattr(Stream, "note", note)
+    patch.setattr(Disk, "has", lambda self, message: True)
+
+
+@planted(seeds=60)
+def the_log_is_not_read(patch: Patch) -> None:
+    def recover(self: Stream, produced: object, scored: object) -> None:
+        self.logged = 0
+
+    patch.setattr(Stream, "recover", recover)
+
+
+@planted(seeds=80, first=40)
+def the_log_is_told_beyond_a_stop_string(patch: Patch) -> None:
+    """It holds what a rank made before it was told to stop; only the text says where the end is."""
+
+    def show(self: Stream, item: DecodedItem, flush: bool) -> None:
+        if self.recorded is None:
+            right(self, item, flush)
+        else:
+            self.shown.extend(item.pieces)
+            self.final = msgspec.structs.replace(self.recorded, offset=len(self.shown))
+
+    right = Stream.show
+    patch.setattr(Stream, "show", show)
 
 
 @planted(seeds=20)
@@ -346,7 +424,7 @@ def recovers_nothing(patch: Patch) -> None:
 # ---------------------------------------------------------------- client
 
 
-@planted(seeds=60, first=20)
+@planted(seeds=60)
 def a_client_attaches_at_the_beginning(patch: Patch) -> None:
     right = ClientCore._send
 

@@ -84,10 +84,11 @@ CALLS_PER_LIFE = 1 << 40
 
 @dataclass(frozen=True, eq=False)
 class Noted:
-    """Who waits for the log: so many tokens of a stream, or its end as well."""
+    """Who waits for the log: so many tokens and scores of a stream, or its end as well."""
 
     stream: Stream
     count: int
+    scores: int
     end: bool = False
 
 
@@ -477,9 +478,10 @@ class Core:
 
     def _note(self, stream: Stream) -> None:
         """Where a stream could not be made again, its tokens are told once they are on disk."""
-        if stream.logged is not None and (produced := stream.note()) is not None:
-            self._ledger.add(produced)
-            self._ledger.wait(Noted(stream, stream.noted))
+        if stream.logged is not None and (fresh := stream.note()):
+            for op in fresh:
+                self._ledger.add(op)
+            self._ledger.wait(Noted(stream, stream.noted, stream.scores_noted))
 
     def _logged(self, noted: Noted, failure: str) -> None:
         """What was noted is on disk, or not yet: the journal tries again with whatever comes next."""
@@ -489,6 +491,7 @@ class Core:
             return
         assert stream.logged is not None
         stream.logged = max(stream.logged, noted.count)
+        stream.scores_logged = max(stream.scores_logged, noted.scores)
         stream.end_logged |= noted.end
         if (request := self._requests.get(stream.request_id)) is not None:
             self._delivery.offer(request)
@@ -544,7 +547,7 @@ class Core:
         if stream.final is not stream.recorded:
             self._ledger.add(Finish(stream.final))
             if stream.logged is not None:
-                self._ledger.wait(Noted(stream, stream.noted, end=True))
+                self._ledger.wait(Noted(stream, stream.noted, stream.scores_noted, end=True))
         if stream.recorded is None:
             reason = stream.final.finish_reason
             self._finished[reason] = self._finished.get(reason, 0) + 1
@@ -586,11 +589,16 @@ class Core:
 
     def _tell_from_log(self, request: Request, stream: Stream, final: Final) -> None:
         """Nothing is made again here: the text of the tokens in the log is."""
-        if len(stream.tokens) >= final.offset:
+        if len(stream.tokens) < final.offset:
+            missing = f"{len(stream.tokens)} of its {final.offset} tokens"
+        elif len(stream.shown) >= final.offset:
+            wanted = stream.entry.prompt_tokens - 1
+            missing = f"{stream.num_scores} of the {wanted} log-probabilities of its prompt"
+        else:
             stream.recorded, stream.final = final, None
             self._texts.decode(stream)
             return
-        text = f"the log has {len(stream.tokens)} of its {final.offset} tokens: they cannot be told again"
+        text = f"the log has {missing}: they cannot be told again"
         view = request.view
         assert view is not None
         end = End("error", Code.INTERNAL, text)
@@ -725,7 +733,7 @@ class Core:
         for stream in request.streams:
             stream.final = one.finals.get(stream.index)
             if self._settings.logged:
-                stream.recover(one.produced)
+                stream.recover(one.produced, one.scored if stream.index == 0 else ())
                 stream.end_logged = stream.final is not None
             if stream.final is None:
                 self._sequences += 1

@@ -45,6 +45,14 @@ class Produced(msgspec.Struct, frozen=True):
     logprobs: bytes = b""  # msgpack of one TokenLogprobs a token; empty: not asked for
 
 
+class Scored(msgspec.Struct, frozen=True):
+    """Log-probabilities of the prompt, records `first ...`, on such nodes as well."""
+
+    request_id: str
+    first: int
+    records: bytes  # as `protocol/prompt_logprobs.py` has them
+
+
 class Forget(msgspec.Struct, frozen=True):
     request_id: str
 
@@ -59,7 +67,7 @@ class Alive(msgspec.Struct, frozen=True):
     """Whatever has not ended is not abandoned: a gateway still works on it."""
 
 
-Op = Accept | Produced | Finish | Forget | Stamp | Alive
+Op = Accept | Produced | Scored | Finish | Forget | Stamp | Alive
 
 
 @dataclass(frozen=True)
@@ -69,3 +77,4 @@ class Recovered:
     entry: Entry
     finals: dict[int, Final] = field(default_factory=dict)
     produced: tuple[Produced, ...] = ()  # by index, then offset; the same token may come twice
+    scored: tuple[Scored, ...] = ()  # by first record, likewise

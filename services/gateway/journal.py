@@ -27,10 +27,11 @@ from phalanx.services.gateway.entries import (
     Op,
     Produced,
     Recovered,
+    Scored,
     Stamp,
 )
 
-VERSION = 2  # 1 had no table of tokens
+VERSION = 3  # 1 had no table of tokens, 2 none of scores
 _KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests
@@ -41,6 +42,7 @@ CREATE TABLE IF NOT EXISTS finals (id TEXT, i INTEGER, at REAL, final BLOB, PRIM
 CREATE TABLE IF NOT EXISTS tokens
     (id TEXT, i INTEGER, offset INTEGER, ids BLOB, logprobs BLOB, PRIMARY KEY (id, i, offset))
     WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS scores (id TEXT, first INTEGER, records BLOB, PRIMARY KEY (id, first));
 """
 
 
@@ -77,8 +79,8 @@ class Journal:
         try:
             with db:
                 db.execute("DELETE FROM requests WHERE touched < ?", (old,))
-                db.execute("DELETE FROM finals WHERE id NOT IN (SELECT id FROM requests)")
-                db.execute("DELETE FROM tokens WHERE id NOT IN (SELECT id FROM requests)")
+                for table in ("finals", "tokens", "scores"):
+                    db.execute(f"DELETE FROM {table} WHERE id NOT IN (SELECT id FROM requests)")
         except (
             sqlite3.OperationalError
         ) as error:  # a full disk: what is there can be read all the same
@@ -90,6 +92,9 @@ class Journal:
         produced: dict[str, list[Produced]] = {}
         for row in db.execute("SELECT id, i, offset, ids, logprobs FROM tokens ORDER BY 1, 2, 3"):
             produced.setdefault(row[0], []).append(Produced(*row))
+        scored: dict[str, list[Scored]] = {}
+        for row in db.execute("SELECT id, first, records FROM scores ORDER BY 1, 2"):
+            scored.setdefault(row[0], []).append(Scored(*row))
         recovered = []
         for encoded, fingerprint in db.execute(
             "SELECT entry, fingerprint FROM requests WHERE touched >= ? ORDER BY created, id",
@@ -98,7 +103,8 @@ class Journal:
             entry = msgspec.msgpack.decode(encoded, type=Entry)
             entry = msgspec.structs.replace(entry, fingerprint=fingerprint)
             rid = entry.request_id
-            recovered.append(Recovered(entry, finals.get(rid, {}), tuple(produced.get(rid, ()))))
+            log = tuple(produced.get(rid, ())), tuple(scored.get(rid, ()))
+            recovered.append(Recovered(entry, finals.get(rid, {}), *log))
         return recovered
 
     def write(self, ops: Sequence[Op], now_s: float) -> None:
@@ -169,14 +175,16 @@ def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
         case Produced():
             row = (op.request_id, op.index, op.offset, op.token_ids, op.logprobs)
             db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
+        case Scored():
+            scores = (op.request_id, op.first, op.records)
+            db.execute("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", scores)
         case Finish(final):
             end = (final.request_id, final.index, now_s, msgspec.msgpack.encode(final))
             db.execute("INSERT OR REPLACE INTO finals VALUES (?, ?, ?, ?)", end)
             db.execute("UPDATE requests SET touched = ? WHERE id = ?", (now_s, final.request_id))
         case Forget(request_id):
-            db.execute("DELETE FROM requests WHERE id = ?", (request_id,))
-            db.execute("DELETE FROM finals WHERE id = ?", (request_id,))
-            db.execute("DELETE FROM tokens WHERE id = ?", (request_id,))
+            for table in ("requests", "finals", "tokens", "scores"):
+                db.execute(f"DELETE FROM {table} WHERE id = ?", (request_id,))
         case Stamp(fingerprint):
             db.execute("UPDATE requests SET fingerprint = ? WHERE fingerprint = ''", (fingerprint,))
         case Alive():

@@ -27,7 +27,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.protocol.seeds import derive_seed
-from phalanx.services.gateway.entries import Entry, Produced
+from phalanx.services.gateway.entries import Entry, Produced, Scored
 from phalanx.services.gateway.stops import StopScanner
 
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
@@ -87,8 +87,9 @@ class Stream:
         self.sent = 0  # tokens that some client has got
         # Where tokens could not be made again the same, they are journalled before they are told:
         # how many are on disk (None: not such a node), how many on their way there, and the end.
+        # The same for the log-probabilities of the prompt.
         self.logged: int | None = None
-        self.noted = 0
+        self.noted = self.scores_logged = self.scores_noted = 0
         self.end_logged = False
         self.final: Final | None = None
         self.recorded: Final | None = None  # ended in an earlier life: run again only up to it
@@ -172,7 +173,8 @@ class Stream:
     def take(self, item: TokensItem) -> bool:
         """Add what is new in `item`. False when something before it is missing."""
         have = len(self.tokens)
-        if item.prompt_logprobs and not self._take_scores(item):
+        scores = item.prompt_logprobs
+        if scores and not self._take_records(item.prompt_offset, scores):
             return False
         if not item.token_ids and item.finish_reason not in ("stop", "length"):
             if item.offset > have:
@@ -186,11 +188,12 @@ class Stream:
             self.end = End(item.finish_reason, item.code, item.error)
         return True
 
-    def _take_scores(self, item: TokensItem) -> bool:
+    def _take_records(self, first: int, records: bytes) -> bool:
+        """Prompt log-probabilities from record `first` on; False when something before is missing."""
         num_top, have = self.sampling.prompt_logprobs, self.num_scores
-        if num_top is None or item.prompt_offset > have:
+        if num_top is None or first > have:
             return False
-        self.scores += item.prompt_logprobs[(have - item.prompt_offset) * record_bytes(num_top) :]
+        self.scores += records[(have - first) * record_bytes(num_top) :]
         return True
 
     def lacks_logprobs(self, item: TokensItem) -> bool:
@@ -214,19 +217,28 @@ class Stream:
 
     # --- to and from the log ---
 
-    def note(self) -> Produced | None:
-        """The tokens that are not on their way to the log yet."""
+    def note(self) -> list[Produced | Scored]:
+        """What is not on its way to the log yet. Scores come first: tokens are not told without them."""
+        fresh: list[Produced | Scored] = []
+        first, self.scores_noted = self.scores_noted, self.num_scores
+        if first < self.scores_noted:
+            assert self.sampling.prompt_logprobs is not None
+            begin = first * record_bytes(self.sampling.prompt_logprobs)
+            fresh.append(Scored(self.request_id, first, bytes(self.scores[begin:])))
         start, self.noted = self.noted, len(self.tokens)
-        if start >= self.noted:
-            return None
-        logprobs = b""
-        if self.sampling.logprobs is not None:
-            logprobs = msgspec.msgpack.encode(self.logprobs[start : self.noted])
-        ids = array("i", self.tokens[start:]).tobytes()
-        return Produced(self.request_id, self.index, start, ids, logprobs)
+        if start < self.noted:
+            logprobs = b""
+            if self.sampling.logprobs is not None:
+                logprobs = msgspec.msgpack.encode(self.logprobs[start : self.noted])
+            ids = array("i", self.tokens[start:]).tobytes()
+            fresh.append(Produced(self.request_id, self.index, start, ids, logprobs))
+        return fresh
 
-    def recover(self, produced: Sequence[Produced]) -> None:
+    def recover(self, produced: Sequence[Produced], scored: Sequence[Scored] = ()) -> None:
         """Take what the log has of it."""
+        for scores in scored:
+            self._take_records(scores.first, scores.records)
+        self.scores_logged = self.scores_noted = self.num_scores
         for piece in produced:
             if piece.index == self.index and piece.offset <= len(self.tokens):
                 new = len(self.tokens) - piece.offset
@@ -311,8 +323,10 @@ class Stream:
 
     def prompt_message(self, start: int) -> PromptLogprobs | None:
         """What a client that has the log-probabilities of `start` prompt tokens may read next."""
-        num_top, num_scores = self.sampling.prompt_logprobs, self.num_scores
-        if num_top is None or start > num_scores or not (num_scores or self.scored):
+        num_top = self.sampling.prompt_logprobs
+        num_scores = self.num_scores if self.logged is None else self.scores_logged
+        whole = num_scores == self.entry.prompt_tokens - 1
+        if num_top is None or start > num_scores or not (num_scores or whole):
             return None
         first = max(start - 1, 0)  # the records begin with the second token
         end = min(first + PROMPT_LOGPROBS_MAX, num_scores)

@@ -30,9 +30,11 @@ from phalanx.protocol.messages import (
     HealthUpdate,
     Hello,
     Ping,
+    PromptLogprobs,
     Tokens,
     Welcome,
 )
+from phalanx.protocol.prompt_logprobs import record_bytes
 from phalanx.protocol.seeds import derive_seed
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client_core import ClientCore
@@ -48,6 +50,7 @@ from phalanx.services.gateway.entries import (
     Op,
     Produced,
     Recovered,
+    Scored,
     Stamp,
 )
 from phalanx.services.gateway.validate import sampling_for
@@ -88,6 +91,7 @@ class Disk:
         self.entries: dict[str, Entry] = {}
         self.finals: dict[str, dict[int, Final]] = {}
         self.produced: dict[str, list[Produced]] = {}
+        self.scored: dict[str, list[Scored]] = {}
         self.full = False
 
     def apply(self, op: Op) -> None:
@@ -98,10 +102,13 @@ class Disk:
                 self.finals.setdefault(final.request_id, {})[final.index] = final
             case Produced():
                 self.produced.setdefault(op.request_id, []).append(op)
+            case Scored():
+                self.scored.setdefault(op.request_id, []).append(op)
             case Forget(request_id):
                 self.entries.pop(request_id, None)
                 self.finals.pop(request_id, None)
                 self.produced.pop(request_id, None)
+                self.scored.pop(request_id, None)
             case Stamp(fingerprint):
                 for entry in list(self.entries.values()):
                     if not entry.fingerprint:
@@ -110,12 +117,31 @@ class Disk:
             case Alive():
                 pass
 
+    def has(self, message: Delta | Final | PromptLogprobs) -> bool:
+        """Whether what it says was written; of a final, that there is one."""
+        request_id, index = message.request_id, message.index
+        match message:
+            case Final():
+                return index in self.finals.get(request_id, {})
+            case Delta():
+                pieces = self.produced.get(request_id, ())
+                kept = [p.offset + len(p.token_ids) // 4 for p in pieces if p.index == index]
+                return message.offset + len(message.token_ids) <= max(kept, default=0)
+            case PromptLogprobs():
+                num_top = self.entries[request_id].sampling.prompt_logprobs
+                assert num_top is not None
+                size = record_bytes(num_top)
+                scored = [s.first + len(s.records) // size for s in self.scored.get(request_id, ())]
+                # There is no record of the first token.
+                return message.offset + len(message.entries) - 1 <= max(scored, default=0)
+
     def recovered(self) -> list[Recovered]:
         return [
             Recovered(
                 entry,
                 dict(self.finals.get(request_id, {})),
                 tuple(sorted(self.produced.get(request_id, ()), key=lambda p: (p.index, p.offset))),
+                tuple(sorted(self.scored.get(request_id, ()), key=lambda s: s.first)),
             )
             for request_id, entry in self.entries.items()
         ]

@@ -399,15 +399,16 @@ class Host:
         elif mood == "deaf":
             self.after(self.ms(500, 15000), lambda: self._fed(child))
 
-    def _ask_for_a_change(self) -> None:
+    def _draw_change(self, call: int) -> Scale | Restart:
         timeout_s = self.rng.choice([0.2, 2.0, 10.0, 60.0])
-        self._calls += 1
-        call = self._calls
         if self.rng.random() < 0.6:
-            request: Scale | Restart = Scale(call, self.rng.choice([1, 2, 3, 4, 6]), timeout_s)
-        else:
-            names = ("all", "worker", "scheduler", "gateway", "eplb", "worker-0", "kvstore")
-            request = Restart(call, (self.rng.choice(names),), timeout_s)
+            return Scale(call, self.rng.choice([1, 2, 3, 4, 6]), timeout_s)
+        names = ("all", "worker", "scheduler", "gateway", "eplb", "worker-0", "kvstore")
+        return Restart(call, (self.rng.choice(names),), timeout_s)
+
+    def _ask_for_a_change(self) -> None:
+        self._calls += 1
+        request = self._draw_change(self._calls)
         self.story.append(f"{self.now_ns / 1e9:.3f} asked {request}")
         self.checks.asked(request)
         self.feed(ChangeAsked(b"operator", request))

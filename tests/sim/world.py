@@ -22,11 +22,20 @@ if __name__ == "__main__":
 
 from phalanx.protocol.errors import Code, ExitCode, Refused
 from phalanx.protocol.limits import BLOCK_SIZE
-from phalanx.protocol.messages import Accepted, ClientMessage, ClientReply, Delta, Final
+from phalanx.protocol.messages import (
+    Accepted,
+    ClientMessage,
+    ClientReply,
+    Delta,
+    Final,
+    PromptLogprobs,
+)
 from phalanx.services.client_flow import Begun, Received
 from phalanx.services.gateway.core import Core
+from phalanx.services.gateway.entries import Entry, Produced
 from phalanx.supervisor.events import Finished, ShutdownAsked
 from sim.clock import Clock
+from sim.gateway_fakes import Expected
 from sim.gateway_world import Disk
 from sim.hash_worker import MAX_MODEL_LEN
 from sim.world_body import MS
@@ -63,6 +72,7 @@ class World:
         self.told: dict[tuple[bytes, str], list[bool]] = {}
         self.asks: dict[str, Ask] = {}  # by request id
         self.keys: dict[str, Ask] = {}  # by the key that their client drew
+        self.logs: dict[tuple[str, int], list[int]] = {}  # all that was ever logged
         self.finals: dict[tuple[str, int], Final] = {}  # as told first
         self.node: Node | None = None
         self._start_node()
@@ -133,13 +143,18 @@ class World:
             assert ask.seed in (None, message.seed), "the seed of a request has changed"
             ask.seed = message.seed
             self.told[identity, message.request_id] = [False] * message.n
-        elif isinstance(message, Delta | Final):
+            return
+        if self.shape.logged and isinstance(message, Delta | Final | PromptLogprobs):
+            assert self.disk.has(message), f"told what is not on disk: {message}"
+        if isinstance(message, Delta | Final):
             told = self.told[identity, message.request_id]
             assert not told[message.index], "said something after the final"
             ask = self.asks[message.request_id]
             if isinstance(message, Delta):
                 end = message.offset + len(message.token_ids)
-                right = ask.expected(message.index).tokens[message.offset : end]
+                right = self.right(ask, message.request_id, message.index).tokens[
+                    message.offset : end
+                ]
                 what = f"{message.request_id}/{message.index} at {message.offset}"
                 assert message.token_ids == right, f"{what}: {message.token_ids} for {right}"
                 return
@@ -148,6 +163,21 @@ class World:
             if message.finish_reason == "abort" and not gateway.journal.failing:
                 on_disk = self.disk.finals.get(message.request_id, {})
                 assert message.index in on_disk, "told an abort that is not on disk"
+
+    def right(self, ask: Ask, request_id: str, index: int) -> Expected:
+        """The stream that this sequence has to give."""
+        if not self.shape.inexact:
+            return ask.expected(index)
+        return ask.logged(index, self.logs.get((request_id, index), ()))
+
+    def note_logged(self, produced: Produced) -> None:
+        """A token that is on disk stays what it is."""
+        log = self.logs.setdefault((produced.request_id, produced.index), [])
+        assert produced.offset <= len(log), "a gap in the log"
+        for at, token in enumerate(memoryview(produced.token_ids).cast("i"), produced.offset):
+            if at == len(log):
+                log.append(token)
+            assert log[at] == token, f"the log had {log[at]} at {at}, and gets {token}"
 
     def _check_one_final(self, gateway: GatewayBody, final: Final) -> None:
         """However often it is told, to whomever and by which gateway: there is one."""
@@ -162,7 +192,10 @@ class World:
 
     def _ask_of(self, accepted: Accepted) -> Ask:
         """By the key: a key is one request."""
-        return self.keys[self.disk.entries[accepted.request_id].key]
+        return self._ask_of_entry(self.disk.entries[accepted.request_id])
+
+    def _ask_of_entry(self, entry: Entry) -> Ask:
+        return self.keys[entry.key]
 
     def _generate(self, ask: Ask) -> None:
         client = self.rng.choice([client for client in self.clients if not client.dead])
@@ -192,12 +225,11 @@ class World:
         for reading in self.readings:
             if reading.client is not old or reading.flow.done:
                 continue
-            if reading.flow.accepted:
-                begun = [_begun(one) for one in reading.flow.sequences]
+            generate = reading.flow.generate
+            if reading.flow.accepted or generate is None:
+                begun = [_begun(one) for one in reading.flow.sequences] or reading.flow.begun
                 reading.flow = heir.core.attach(reading.flow.request_id, begun, self.now_ns, None)
             else:  # it remembers the key, and asks again
-                generate = reading.flow.generate
-                assert generate is not None
                 spec = reading.ask.spec
                 keyed = type(spec)(
                     spec.prompt, spec.sampling, spec.n, spec.stream, "", generate.key
@@ -207,11 +239,27 @@ class World:
         old.dead = True
         heir.flush()
 
+    def _read_again(self) -> None:
+        """Somebody wants to read from its start what has ended, perhaps in an earlier life."""
+        open_ones = {r.flow.request_id for r in self.readings if not r.flow.done}
+        ended = [
+            r
+            for r in self.readings
+            if r.flow.done and r.flow.accepted and r.flow.request_id not in open_ones
+        ]
+        living = [client for client in self.clients if not client.dead]
+        if ended and living:
+            ask, request_id = (old := self.rng.choice(ended)).ask, old.flow.request_id
+            client = self.rng.choice(living)
+            flow = client.core.attach(request_id, (), self.now_ns, None)
+            self.readings.append(Reading(ask, client, flow))
+            client.flush()
+
     def keyed_at(self, key: bytes) -> Any:
         """What the store may copy under this key. Moved sequences have outputs among what they compute."""
         if key not in self.keyed:
             for entry in self.disk.entries.values():
-                ask = self.keys[entry.key]
+                ask = self._ask_of_entry(entry)
                 ask.seed = entry.sampling.seed  # it may run before its client hears of it
                 ask.note_keys(self.keyed)
         return self.keyed[key]
@@ -230,6 +278,8 @@ class World:
                 self.clock.after(abort_ns, lambda ask=ask: self._abort(ask))  # type: ignore[misc]
         if rng.random() < 0.3:
             self.clock.after(rng.randrange(shape.faults_ns), self._succeed)
+        for _ in range(rng.choice((0, 2, 4))):
+            self.clock.after(rng.randrange(shape.faults_ns), self._read_again)
         Faults(self)
 
     def run(self) -> "World":
@@ -264,6 +314,9 @@ class World:
         self.disk.full = False
         for client in self.clients:
             client.wake()
+        node = self.node
+        if node is not None and node.can_change and self.shape.changes:
+            node.ask_for_a_change()  # one that no fault disturbs
 
     def _living_node(self) -> Node:
         assert self.node is not None and not self.node.gone, "there is no node"
@@ -276,12 +329,13 @@ class World:
             and not node.gone
             and node.finished is None
             and not node.core.reasons()
-            and all(child.mood == "well" for child in node.children.values())
+            and not node.core.changes.told
+            and all(child.mood == "well" for child in node.children.values() if child.alive)
         )
 
     def _over(self) -> bool:
         node = self.node
-        if node is None or node.gone or len(self.readings) < self.shape.requests:
+        if node is None or node.gone or len(self.keys) < self.shape.requests:
             return False
         if not all(reading.flow.done for reading in self.readings) or node.gateway is None:
             return False
@@ -307,6 +361,8 @@ class World:
             return self._never_fits(ask)
         if error.code is Code.SHUTDOWN:
             return self.shut_down
+        if error.code is Code.UNKNOWN_REQUEST:  # read again when it had been forgotten
+            return ask not in map(self._ask_of_entry, self.disk.entries.values())
         if error.code is Code.INTERNAL:  # the tokenizers died over it
             node = self.node
             assert node is not None
@@ -326,9 +382,6 @@ class World:
             return ask.aborted and final.code is None
         if final.code is Code.KV_PRESSURE:
             return final.finish_reason == "length" and self.shape.config.preempt == "stop"
-        if final.code is Code.STREAM_CHANGED:
-            # Where it ends then depends on the load, so after a gateway's death it may have no such place.
-            return self.shape.config.preempt == "stop"
         # A request that came before any rank had told of its pool.
         return final.code is Code.BAD_REQUEST and self._never_fits(ask)
 

@@ -19,8 +19,12 @@ class WorldChecks(Checks):
     def sigkilled(self, child: "Child") -> None:
         super().sigkilled(child)
         supervising = self.host.core.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
-        hard = child.afflicted or self.host.plan.slow_answer
-        self.require(bool(hard) or not supervising, f"{child.spec.name} is killed, and was well")
+        hard = child.mood != "well" or child.afflicted or self.host.plan.slow_answer
+        process = self.host.core.processes.get(child.spec.name)
+        told = process is not None and process.kill_ns > 0  # to end, and had its time
+        self.require(
+            bool(hard) or told or not supervising, f"{child.spec.name} is killed, and was well"
+        )
 
     def step_begins(self, body: "WorkerBody") -> None:
         """All members post their step before anyone computes: whoever is in this epoch runs the same."""
@@ -45,9 +49,11 @@ class WorldChecks(Checks):
         self.require(not node.core.reasons(), f"not healed: {node.core.reasons()}")
         topology = node.topology
         self.require(
-            topology is not None and topology.members() == list(range(node.world.shape.ranks)),
+            topology is not None and topology.members() == sorted(node.core.workers),
             f"not every seat is a member: {topology}",
         )
+        self.require(len(node.core.workers) == self.ranks, f"{self.ranks} ranks were asked for")
+        self.require(not node.core.changes.told, f"under way: {node.core.changes.told}")
 
     def drained(self) -> None:
         """Nothing runs any more, and nothing is held by anyone."""

@@ -2,6 +2,7 @@
 succeeded, and the one right stream of each request."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,14 @@ class Ask:
             sampling, tokens = self._uncut(index)
             self.streams[index] = cut_at_its_end(sampling, tokens.__getitem__)
         return self.streams[index]
+
+    def logged(self, index: int, log: Sequence[int]) -> Expected:
+        """The same where only the log tells which tokens it has; not ended yet if they do not say so."""
+        sampling, _ = self._uncut(index)
+        try:
+            return cut_at_its_end(sampling, log.__getitem__)
+        except IndexError:
+            return Expected(tuple(log), "", "error")
 
     def _uncut(self, index: int) -> tuple[Sampling, list[int]]:
         """Its sampling and outputs, stop rules aside."""
@@ -191,7 +200,7 @@ class Reading:
         for index, one in enumerate(self.flow.sequences):
             final = one.final
             assert final is not None
-            right, base = self.ask.expected(index), one.base
+            right, base = world.right(self.ask, self.flow.request_id, index), one.base
             got = tuple(one.token_ids)
             assert got == right.tokens[base : base + len(got)], f"{self.what(index)}: wrong tokens"
             text = "".join(one.texts) + final.text
@@ -210,7 +219,7 @@ class Reading:
     def _check_scores(self) -> None:
         """Of the prompt: all, from one who read from the beginning what ended by itself."""
         num_top, flow = self.ask.spec.sampling.prompt_logprobs, self.flow
-        whole = flow.generate is not None and not self.ask.aborted
+        whole = not flow.begun and not self.ask.aborted
         final = flow.sequences[0].final
         if num_top is None or not whole or final is None or final.code is not None:
             return

@@ -28,6 +28,8 @@ class Faults:
             world.clock.after(self.rng.randrange(shape.faults_ns), self._shut_down)
         if shape.disk_full:
             world.clock.after(self.rng.randrange(shape.faults_ns), self._disk_full)
+        for _ in range(shape.changes):
+            self._ask_at(self.rng.randrange(shape.faults_ns), 20)
         for client in list(world.clients):
             if self.rng.random() < 0.3:
                 world.clock.after(self.rng.randrange(shape.faults_ns), self._stall(client))
@@ -62,7 +64,7 @@ class Faults:
             case "two":
                 return rng.sample(living, min(2, len(living)))
             case "seat":
-                seat = rng.randrange(self.world.shape.ranks)
+                seat = rng.choice(sorted(node.core.workers))
                 return [child for child in living if child.spec.seat == seat]
             case "all but one":
                 return rng.sample(workers, max(0, len(workers) - 1))
@@ -92,6 +94,21 @@ class Faults:
             self.world.shut_down = True
             node.story.append(f"{node.now_ns / 1e9:.3f} shutdown")
             node.feed(ShutdownAsked(self.rng.choice((0, 500, 3000))))
+
+    def _ask_at(self, delay_ns: int, patience: int) -> None:
+        self.world.clock.after(delay_ns, lambda: self._ask(patience))
+
+    def _ask(self, patience: int) -> None:
+        """Somebody wants another number of ranks, or fresh processes: mostly of a node that can do so, and
+        while there are streams."""
+        world, node = self.world, self.world.node
+        if not world.faulty or node is None or node.gone or node.finished is not None:
+            return
+        busy = any(scheduler.core.live for scheduler in node.schedulers())
+        if (node.can_change and busy) or self.rng.random() < 0.01:
+            node.ask_for_a_change()
+        elif patience:
+            self._ask_at(self.rng.randrange(WAIT_NS), patience - 1)
 
     def _disk_full(self) -> None:
         if self.world.faulty:

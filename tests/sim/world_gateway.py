@@ -6,10 +6,11 @@ from phalanx.protocol.messages import (
     BusFromGateway,
     ClientReply,
     Drain,
+    HandOver,
     HealthUpdate,
 )
 from phalanx.services.gateway.admission import Settings
-from phalanx.services.gateway.entries import Accept, Finish, Op
+from phalanx.services.gateway.entries import Accept, Finish, Op, Produced
 from phalanx.services.model_limits import ModelLimits
 from sim.gateway_world import Disk
 from sim.hash_worker import EOS, MAX_MODEL_LEN, VOCAB
@@ -64,6 +65,8 @@ class JournalThread:
             for op in ops:
                 self._check_one_end(op)
                 self.disk.apply(op)
+                if isinstance(op, Produced):
+                    self.gateway.world.note_logged(op)
         self.gateway.node.after(rest_ns, lambda: self._told(number, failure))
 
     def _check_one_end(self, op: Op) -> None:
@@ -97,12 +100,14 @@ class GatewayBody(Body):
             keep_undelivered_s=600,
             seat_capacity=capacity,
             draw=node.rng.getrandbits,
+            logged=world.shape.logged,
         )
         self.core = world.make_gateway(settings, world.disk.recovered(), self.now_ns)
         self.journal = JournalThread(self, world.disk)
         self._topology_version = 0
         self._drain_until_ns: int | None = None
         self._end_ns: int | None = None
+        self._hand_over_until_ns: int | None = None
         self.told_final: dict[tuple[bytes, str], list[bool]] = {}
         node.gateway_is_up(self)
         self.wake(0)
@@ -112,6 +117,8 @@ class GatewayBody(Body):
             self.core.on_health(message)
         elif isinstance(message, Drain):
             self._drain(self.now_ns + message.timeout_ms * MS)
+        elif isinstance(message, HandOver):
+            self._hand_over_until_ns = self.now_ns + message.timeout_ms * MS
         self.wake()
 
     def turn(self) -> None:
@@ -125,7 +132,7 @@ class GatewayBody(Body):
                 case (number, failure):
                     self.core.on_journal(number, failure, self.now_ns)
         self._tick()
-        if self._drain_until_ns is not None and self._drained():
+        if self._told_to_end and self._drained():
             self.node.leave(self.child)
             return
         self.wake(self.core.wait_ns(self.now_ns) + MS)
@@ -162,7 +169,13 @@ class GatewayBody(Body):
         known = self._drain_until_ns
         self._drain_until_ns = until_ns if known is None else min(known, until_ns)
 
+    @property
+    def _told_to_end(self) -> bool:
+        return self._drain_until_ns is not None or self._hand_over_until_ns is not None
+
     def _drained(self) -> bool:
+        if self._hand_over_until_ns is not None:
+            return self.core.settled or self.now_ns >= self._hand_over_until_ns
         assert self._drain_until_ns is not None
         if self._end_ns is None and self.now_ns >= self._drain_until_ns:
             self._end_ns = self.now_ns + LAST_WORDS_NS

@@ -8,8 +8,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.messages import BusFromGateway, BusToGateway, ExpertCounts, KVRequest
-from phalanx.supervisor.events import Action, Finished, Publish, Send, Sweep
+from phalanx.protocol.messages import (
+    BusFromGateway,
+    BusToGateway,
+    ExpertCounts,
+    KVRequest,
+    Restart,
+    Scale,
+)
+from phalanx.supervisor.events import Action, Finished, Publish, Send, Spawn, Sweep
 from sim.clock import Act
 from sim.hash_worker import Staged
 from sim.host import Child, Host, Plan
@@ -66,6 +73,7 @@ class Node(Host):
     workers: dict[int, WorkerBody] = field(default_factory=dict[int, WorkerBody])  # by seat
     lines: dict[bytes, Line] = field(default_factory=dict[bytes, Line])
     posted: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    seats: dict[int, SeatWords] = field(default_factory=dict[int, SeatWords])
     links: dict[tuple[int, int], MemoryLink] = field(
         default_factory=dict[tuple[int, int], MemoryLink]
     )
@@ -77,14 +85,8 @@ class Node(Host):
     def __post_init__(self) -> None:
         self.num_layers, self.num_experts = 2, 6
         super().__post_init__()
-        ranks = range(self.world.shape.ranks)
-        self.posted = dict.fromkeys(ranks, (0, 0))
         self.checks: WorldChecks = WorldChecks(self)
         self.staged: dict[str, Staged] = {}  # schedulers' staging arenas, by name
-        self.seats = {
-            seat: SeatWords(Bell(lambda seat=seat: self.ring_worker(seat)))  # type: ignore[misc]
-            for seat in ranks
-        }
         self.faults_end_ns = self.world.faults_end_ns
         self._tick()
 
@@ -111,6 +113,8 @@ class Node(Host):
     # ------------------------------------------------------------ what the supervisor does
 
     def _do(self, action: Action) -> None:
+        if isinstance(action, Spawn):
+            self._have_seat(self.core.processes[action.name].spec.seat)
         super()._do(action)
         match action:
             case Publish():
@@ -132,6 +136,38 @@ class Node(Host):
                 self.world.node_ended(self, action)
             case _:
                 pass
+
+    def _have_seat(self, seat: int) -> None:
+        """The board has words for every seat there may be."""
+        if seat >= 0 and seat not in self.seats:
+            self.posted[seat] = (0, 0)
+            self.seats[seat] = SeatWords(Bell(lambda: self.ring_worker(seat)))
+
+    def _hand_over(self, child: Child | None, incarnation: int) -> None:
+        """Its body is told, as of everything that is sent."""
+
+    @property
+    def can_change(self) -> bool:
+        """Whether it would not refuse to at once."""
+        here = not self.gone and self.finished is None
+        return here and self.core.serving and self.core.ready_s >= 0 and not self.core.changes.told
+
+    def ask_for_a_change(self) -> None:
+        """Somebody wants more ranks, or fewer, or fresh processes."""
+        self._ask_for_a_change()
+
+    def _draw_change(self, call: int) -> Scale | Restart:
+        rng, ranks = self.rng, len(self.core.workers)
+        timeout_s = rng.choice((0.2, 10.0, 60.0, 60.0))
+        if rng.random() < 0.5:
+            wanted = rng.choice((ranks - 1, ranks + 1, ranks + 2, rng.randint(1, 8)))
+            return Scale(call, max(1, wanted), timeout_s)
+        kinds = ("all", "worker", "scheduler", "gateway", "gateway", "tokenizer", "eplb")
+        return Restart(
+            call,
+            (rng.choice((*kinds, "kvstore") if "kvstore" in self.specs else kinds),),
+            timeout_s,
+        )
 
     def _become_ready(self, child: Child) -> None:
         super()._become_ready(child)

@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from phalanx.protocol.limits import COMMAND_RETRY_MS
-from phalanx.protocol.messages import Get, Hello, Ping, Tokens, Welcome
+from phalanx.protocol.messages import Get, Hello, Ping, Submit, Tokens, Welcome
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepResult, WorkerHello
 from phalanx.protocol.topology import Seat
@@ -78,6 +80,8 @@ class SchedulerBody(Body):
         self.wake(max(due_ns, MS))
 
     def _handle(self, event: object) -> None:
+        if isinstance(event, Submit) and self.world.shape.inexact:
+            event = salted(event)
         self.onlooker.takes(event)
         self.core.handle(event, self.now_ns)
 
@@ -147,3 +151,10 @@ class SchedulerBody(Body):
             self._handle(WorkerLost())
             self.onlooker.new_worker()
         self._handle(Membership(topology.epoch, seat.state == "member"))
+
+
+def salted(submit: Submit) -> Submit:
+    """What it makes depends on who takes it up, and when."""
+    seed = submit.sampling.seed or 0
+    sampling = msgspec.structs.replace(submit.sampling, seed=seed ^ submit.attempt)
+    return msgspec.structs.replace(submit, sampling=sampling)

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.protocol.config import KVStoreConfig, NodeConfig, SchedulerConfig
 from sim.host import Plan
@@ -33,16 +34,25 @@ class Shape:
     node_deaths: int
     shut_down: bool  # in good order
     crash_looper: bool
+    changes: int  # of the number of ranks, or fresh processes, asked for while there are faults
+    newcomer_fails: float
+    logged: bool  # tokens are told once they are on disk, and go on from there
+    inexact: bool  # taken up anew, a sequence goes on with other tokens than it would have had
 
     @classmethod
     def of(cls, rng: random.Random) -> "Shape":
         rough = rng.random() < 0.9
         tight = rng.random() < 0.3
         seqs = 4 if tight else rng.choice((2, 4, 6))
+        preempt: Literal["recompute", "stop"] = "stop" if rng.random() < 0.25 else "recompute"
+        # Where a stream ends for want of memory depends on the load, so it is not made again.
+        logged = preempt == "stop" or rng.random() < 0.2
+        inexact = logged and rng.random() < 0.5
         return cls(
             ranks=rng.choice((1, 2, 2, 3, 3, 4, 5, 7, 8)),
             tokenizers=rng.choice((1, 2)),
-            store=rng.random() < 0.5,
+            store=rng.random() < 0.5
+            and not inexact,  # what it keeps is checked by the right stream
             tight=tight,
             num_blocks=6 if tight else rng.choice((6, 8, 12)),
             num_slots=seqs + rng.choice((-1, 0, 1)),
@@ -54,7 +64,7 @@ class Shape:
                 async_steps=rng.random() < 0.75,
                 target_itl_ms=rng.choice((0, 0, 4)),
                 priority_step_ms=rng.choice((0, 20)),
-                preempt=rng.choice(("recompute", "recompute", "recompute", "stop")),
+                preempt=preempt,
             ),
             step_ns=rng.choice(((2 * MS, 8 * MS), (5 * MS, 40 * MS))),
             requests=rng.randint(3, 8),
@@ -72,6 +82,10 @@ class Shape:
             node_deaths=rng.choice((0, 0, 0, 0, 1, 2)) * rough,
             shut_down=rng.random() < 0.15 * rough,
             crash_looper=rng.random() < 0.03 * rough,
+            changes=rng.choice((0, 1, 2, 4)),
+            newcomer_fails=rng.choice((0.0, 0.0, 0.5)) * rough,
+            logged=logged,
+            inexact=inexact,
         )
 
     def node_config(self) -> NodeConfig:
@@ -89,4 +103,5 @@ class Shape:
             crash_looper=rng.choice(names) if self.crash_looper and rng.random() < 0.5 else "",
             ignores_term=rng.choice((0.0, 0.2)),
             bad_input="",
+            newcomer_fails=self.newcomer_fails,
         )

@@ -26,6 +26,7 @@ from phalanx.services.gateway.entries import (
     Forget,
     Op,
     Produced,
+    Scored,
     Stamp,
 )
 from phalanx.services.gateway.journal import Journal, JournalWriter
@@ -69,23 +70,27 @@ def test_what_is_written_comes_back_as_it_was(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_the_log_of_tokens_comes_back_in_order_and_goes_with_its_request(tmp_path: Path) -> None:
+def test_the_log_comes_back_in_order_and_goes_with_its_request(tmp_path: Path) -> None:
     def piece(number: int, index: int, offset: int, ids: bytes) -> Produced:
         return Produced(f"{number:032x}", index, offset, ids, b"logprobs")
 
     path = tmp_path / "j.sqlite"
     pieces = [piece(1, 1, 0, b"ffff"), piece(1, 0, 2, b"aaaa"), piece(1, 0, 0, b"bbbb")]
     journal = open_journal(path)
+    scores = [Scored(entry(1).request_id, first, b"s%d" % first) for first in (30, 4, 0)]
     journal.write([Accept(entry(1)), Accept(entry(2)), *pieces, piece(2, 0, 0, b"cccc")], 1000.0)
+    journal.write([*scores, Scored(entry(2).request_id, 0, b"other")], 1000.0)
     journal.write([piece(1, 0, 0, b"bbbbdddd"), Forget(entry(2).request_id)], 1001.0)
     journal.close()
     journal = open_journal(path)
     (one,) = journal.load(1002.0)
     assert one.produced == (piece(1, 0, 0, b"bbbbdddd"), pieces[1], pieces[0])
+    assert one.scored == (scores[2], scores[1], scores[0])
     assert journal.load(1002.0 + TTL_S) == []
     journal.close()
     with sqlite3.connect(path) as db:
-        assert db.execute("SELECT count(*) FROM tokens").fetchone() == (0,)
+        for table in ("tokens", "scores"):
+            assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
     db.close()
 
 
@@ -95,12 +100,14 @@ def test_a_journal_of_the_version_before_is_read_and_brought_up_to_date(tmp_path
     journal.write([Accept(entry(1))], 1000.0)
     journal.close()
     with sqlite3.connect(path) as db:
-        db.executescript("DROP TABLE tokens; PRAGMA user_version=1")
+        db.executescript("DROP TABLE tokens; DROP TABLE scores; PRAGMA user_version=1")
     db.close()
     journal = open_journal(path)
     assert [one.entry for one in journal.load(1001.0)] == [entry(1)]
-    journal.write([Produced(entry(1).request_id, 0, 0, b"aaaa")], 1001.0)
-    assert len(journal.load(1001.0)[0].produced) == 1
+    rid = entry(1).request_id
+    journal.write([Produced(rid, 0, 0, b"aaaa"), Scored(rid, 0, b"s")], 1001.0)
+    (one,) = journal.load(1001.0)
+    assert len(one.produced) == len(one.scored) == 1
     journal.close()
 
 

@@ -1,7 +1,7 @@
 """Nodes whose streams could not be made again the same (`status` names why): tokens are on disk before they are told,
 and what was told never changes, whoever dies. The simulated ranks give other tokens after every move."""
 
-import random
+import struct
 from array import array
 
 import msgspec
@@ -17,7 +17,10 @@ from phalanx.protocol.messages import (
     DecodedItem,
     Delta,
     Final,
+    Generate,
     Hello,
+    PromptLogprob,
+    PromptLogprobs,
     Sampling,
     SequenceInfo,
     Tokens,
@@ -25,8 +28,8 @@ from phalanx.protocol.messages import (
     Usage,
 )
 from phalanx.protocol.topology import Seat, Topology
-from phalanx.services.client_flow import Flow, Spec
-from phalanx.services.gateway.entries import Entry, Finish, Produced, Recovered
+from phalanx.services.client_flow import Flow
+from phalanx.services.gateway.entries import Entry, Finish, Produced, Recovered, Scored
 from phalanx.services.gateway.streams import Stream
 from sim.gateway_world import (
     CALM_NS,
@@ -36,23 +39,14 @@ from sim.gateway_world import (
     World,
     check_nothing_left,
     nothing_left,
+    random_spec,
 )
-from sim.gateway_world import random_spec as any_spec
 
-Told = list[tuple[tuple[int, ...], str, str]]
-
-
-def random_spec(rng: random.Random) -> Spec:
-    spec = any_spec(rng)
-    most = spec.sampling.max_tokens
-    sampling = msgspec.structs.replace(
-        spec.sampling, prompt_logprobs=None, max_tokens=1 if most == 0 else most
-    )
-    return Spec(spec.prompt, sampling, n=spec.n, stream=spec.stream)
+Told = list[tuple[tuple[int, ...], str, str, tuple[PromptLogprob | None, ...]]]
 
 
 def told(flow: Flow) -> Told:
-    return [(r.token_ids, r.text, r.finish_reason) for r in flow.results()]
+    return [(r.token_ids, r.text, r.finish_reason, r.prompt_logprobs) for r in flow.results()]
 
 
 def run_seed(seed: int) -> None:
@@ -82,6 +76,8 @@ def run_seed(seed: int) -> None:
             assert one.final.offset == len(one.token_ids)
             if spec.sampling.logprobs is not None:
                 assert len(one.logprobs) == len(one.token_ids)
+        if spec.sampling.prompt_logprobs is not None:
+            assert len(flow.prompt_logprobs) == flow.prompt_tokens
     world.run(15_000 * MS, until=lambda: nothing_left(world))
     check_nothing_left(world)
 
@@ -102,22 +98,32 @@ def test_what_was_told_never_changes(block: int) -> None:
 def _told_before_logged(patch: pytest.MonkeyPatch) -> None:
     original = Stream.note
 
-    def note(self: Stream) -> Produced | None:
-        produced = original(self)
+    def note(self: Stream) -> list[Produced | Scored]:
+        fresh = original(self)
         self.logged, self.end_logged = len(self.tokens), True
-        return produced
+        return fresh
 
     patch.setattr(Stream, "note", note)
 
 
 def _log_not_read(patch: pytest.MonkeyPatch) -> None:
-    def recover(self: Stream, produced: object) -> None:
+    def recover(self: Stream, produced: object, scored: object) -> None:
         self.logged = self.noted = 0
 
     patch.setattr(Stream, "recover", recover)
 
 
-@pytest.mark.parametrize("plant", [_told_before_logged, _log_not_read])
+def _scores_are_not_logged(patch: pytest.MonkeyPatch) -> None:
+    original = Stream.note
+
+    def note(self: Stream) -> list[Produced | Scored]:
+        self.scores_logged = self.num_scores
+        return [op for op in original(self) if not isinstance(op, Scored)]
+
+    patch.setattr(Stream, "note", note)
+
+
+@pytest.mark.parametrize("plant", [_told_before_logged, _log_not_read, _scores_are_not_logged])
 def test_a_planted_bug_is_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)  # type: ignore[operator]
     for seed in range(60):
@@ -205,6 +211,59 @@ def test_what_has_ended_is_told_again_from_the_log_without_a_rank() -> None:
     desk.decodes()
     _, delta, told = desk.told()
     assert delta == Delta(R, 0, 1, (11,), "[11]") and told == final and not desk.submits()
+
+
+def test_prompt_logprobs_are_told_when_they_are_on_disk() -> None:
+    desk = Desk(logged=True)
+    sampling = Sampling(max_tokens=1, prompt_logprobs=0)
+    desk.asks(Generate(1, prompt_token_ids=(5, 6, 7), sampling=sampling))
+    ((seat, submit),) = desk.submits()
+    rid, _ = submit.request_id, desk.told()
+    item = TokensItem(rid, 0, submit.attempt, 0, (), prompt_logprobs=records(1.0, 2.0))
+    desk.core.on_bus(seat, Tokens(0, 1, 1, (item,)), desk.now)
+    desk.turn(commit=False)
+    assert desk.ops[-1] == Scored(rid, 0, records(1.0, 2.0)) and desk.told() == []
+    desk.core.on_journal(10**6, "", desk.now)
+    desk.turn()
+    assert desk.told() == [PromptLogprobs(rid, 0, 0, scores(1.0, 2.0))]
+
+
+def test_what_was_told_from_the_log_is_told_again_with_its_prompt_and_no_further() -> None:
+    """The log has a token that came after the stop string."""
+    sampling = Sampling(seed=1, max_tokens=9, stop=("[11]",), prompt_logprobs=0)
+    scored = msgspec.structs.replace(entry(sampling), prompt=array("i", (5, 6, 7)).tobytes())
+    final = Final(R, 0, 2, "stop", Usage(3, 2), digest=tokens_digest(0, (10, 11)))
+    log = (Scored(R, 0, records(1.0)), Scored(R, 1, records(2.0)))
+    desk = restarted(Recovered(scored, {0: final}, (piece(0, 10, 11, 12),), log))
+    for call in (1, 2):
+        desk.asks(Attach(call, R))
+        desk.decodes()
+        _, prompt, delta, end = desk.told()
+        assert prompt == PromptLogprobs(R, 0, 0, scores(1.0, 2.0))
+        assert delta == Delta(R, 0, 0, (10, 11), "[10]") and end == final and desk.core.idle
+
+
+def test_what_an_older_log_lacks_is_an_error_at_once() -> None:
+    """Of versions that did not log the prompt's log-probabilities."""
+    sampling = Sampling(seed=1, max_tokens=9, prompt_logprobs=0)
+    scored = msgspec.structs.replace(entry(sampling), prompt=array("i", (5, 6, 7)).tobytes())
+    final = Final(R, 0, 2, "length", Usage(3, 2), digest=tokens_digest(0, (10, 11)))
+    desk = restarted(Recovered(scored, {0: final}, (piece(0, 10, 11),)))
+    desk.asks(Attach(1, R))
+    desk.decodes()
+    desk.asks(Attach(2, R))
+    end = desk.told()[-1]
+    assert isinstance(end, Final) and end.finish_reason == "error"
+    assert "has 0 of the 2 log-probabilities of its prompt" in end.error and not desk.submits()
+
+
+def records(*logprobs: float) -> bytes:
+    """Of prompt tokens after the first, each the likeliest."""
+    return b"".join(struct.pack("<fi", logprob, 1) for logprob in logprobs)
+
+
+def scores(*logprobs: float) -> tuple[PromptLogprob | None, ...]:
+    return (None, *(PromptLogprob(logprob, 1, (), ()) for logprob in logprobs))
 
 
 def test_overlapping_pieces_of_the_log_are_one_stream() -> None:

@@ -234,11 +234,11 @@ def _prompt_skipped_on_attach(monkeypatch: pytest.MonkeyPatch) -> None:
 def _scores_begin_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records of a prompt are taken whatever came before them."""
 
-    def take(self: Stream, item: TokensItem) -> bool:
-        self.scores += item.prompt_logprobs
+    def take(self: Stream, first: int, records: bytes) -> bool:
+        self.scores += records
         return True
 
-    monkeypatch.setattr(Stream, "_take_scores", take)
+    monkeypatch.setattr(Stream, "_take_records", take)
 
 
 def _client_never_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
