@@ -149,6 +149,7 @@ class Scheduler:
             MOVED_ROWS  # that sequences which moved here get in the next step at most
         )
         self._resumes = False  # the group stopped: the next step is the first one since
+        self._first_plan = 0  # for running sequences since the group stopped, while it is under way
         self._header = [columns.header[name].data for name in HEADER_FIELDS]
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
@@ -194,6 +195,8 @@ class Scheduler:
         if self.config.policy == "mixed":
             if self._may_plan:
                 actions.add(self._plan(now_ns))
+            elif self._first_plan and self.rank.waiting:
+                self._begin_loads(now_ns)
         else:
             self._take_turns(actions, now_ns)
         self._repeat_finals(now_ns)
@@ -217,7 +220,10 @@ class Scheduler:
 
     @property
     def _may_plan(self) -> bool:
-        return self.accepting and not self._draining and len(self.flights) < self._flights_max
+        # Sequences are moving here during the first step since a stop. A second one planned ahead
+        # of its result would be without them, and they would wait for one step more.
+        most = 1 if self._first_plan else self._flights_max
+        return self.accepting and not self._draining and len(self.flights) < most
 
     @property
     def busy(self) -> bool:
@@ -347,13 +353,15 @@ class Scheduler:
         for sequence in [s for s in self.sequences.values() if s.finish is None]:
             del self.sequences[sequence.key]
         self.flights.clear()
+        self._first_plan = 0
         self._fences.clear()
         self._draining, self.rank.seen = False, self._plan_seq
         self.store = self.restorer = None
         self._turn, self._offer = 0, Offer()
 
     def _on_membership(self, membership: Membership, now_ns: int) -> None:
-        self._resumes |= membership.epoch != self._membership.epoch
+        # What came back when the group stopped may be planned already when it is told who goes on.
+        self._resumes |= membership.epoch != self._membership.epoch and not self._first_plan
         self._membership = membership
 
     def _plan(
@@ -371,6 +379,8 @@ class Scheduler:
             self._plan_seq, self.rank.seen, self.rank, decoders, prefill, self.restorer, turn
         )
         self.flights.append(flight)
+        if self._resumes and len(decoders.rows):
+            self._first_plan = plan.seq
         self._resumes = False
         return plan
 
@@ -401,6 +411,16 @@ class Scheduler:
             for chunk in prefill.chunks:
                 self.store.claim(chunk, now_ns)
         return prefill
+
+    def _begin_loads(self, now_ns: int) -> None:
+        """What is stored of those that wait is loaded while their rows have to wait."""
+        take_chunks(
+            self.rank,
+            0,
+            max_num_seqs=self.config.max_num_seqs,
+            watermark=self.config.prefill_watermark,
+            stored=self._stored(now_ns),
+        )
 
     def _stored(self, now_ns: int) -> _Stored | None:
         return _Stored(self.store, self.restorer, now_ns) if self.store is not None else None
@@ -498,6 +518,8 @@ class Scheduler:
             return
         flight = self.flights.popleft()
         self.rank.seen = flight.seq
+        if flight.seq == self._first_plan:
+            self._first_plan = 0
         if result.aborted:
             retract(self.rank, flight)
             self._resumes = True

@@ -30,6 +30,8 @@ class Hand:
         self.plan: StepPlan | None = None  # for the next decode step, under `mixed` for any step
         self.prompt: StepPlan | None = None  # for the prompt step that the group is about to take
         self._called = False  # the scheduler was told of `_turn` and has not answered
+        self._owed = False  # it plans anew what came back, or the step after an epoch's first one
+        self._first = False  # the next plan done is the epoch's first
         self._silent = False
         # Something that no vote has said yet: if we had work, that it is gone. A peer's wish may wait
         # for nothing else.
@@ -54,6 +56,7 @@ class Hand:
             return None
         if message.seen < self._aborted:  # made without knowing of one that was not run
             return self._not_run(message)
+        self._owed = False
         if message.turn:
             if not self._called or message.turn != self._turn:
                 return self._not_run(message)  # too late: the group went on without it
@@ -75,7 +78,7 @@ class Hand:
         """A plan or an answer is on its way."""
         if self._silent or self.plan is not None or self.prompt is not None:
             return False
-        return self._called or self._offer.decodes
+        return self._called or self._owed or self._offer.decodes
 
     def may_vote(self, now_ns: int) -> bool:
         """Whether we know what we have; a silent scheduler has nothing."""
@@ -83,8 +86,10 @@ class Hand:
             return True
         if now_ns - self._heard_ns < self._patience_ns:
             return False
-        self._patience_ns = min(2 * self._patience_ns, PATIENCE_NS_MAX)
-        self._silent, self._news, self._called = True, True, False
+        if self._called or self._offer.decodes:
+            self._patience_ns = min(2 * self._patience_ns, PATIENCE_NS_MAX)
+            self._silent, self._news = True, True
+        self._called = self._owed = False
         return True
 
     @property
@@ -125,6 +130,8 @@ class Hand:
     def done(self, prompt: bool, now_ns: int) -> None:
         """A step is over, with our plan of its kind if there was one."""
         self._heard_ns = now_ns
+        if self._first and self.plan is not None:
+            self._first, self._owed = False, True  # nothing was planned ahead of that one's result
         if prompt:
             self.prompt = None
             self._news |= (
@@ -134,12 +141,19 @@ class Hand:
             self.plan = None
 
     def abandon(self) -> list[StepResult]:
-        """The epoch moved: what to answer for the plans in hand."""
+        """The epoch moved: what to answer for the plans in hand.
+
+        They are planned anew, and the next epoch's first round waits for that: else these sequences would
+        miss a whole step that their peers take.
+        """
         plans, self.plan, self.prompt = (self.plan, self.prompt), None, None
         self._called = False
-        return [self._not_run(plan) for plan in plans if plan is not None]
+        answers = [self._not_run(plan) for plan in plans if plan is not None]
+        self._owed |= bool(answers)
+        return answers
 
     def begin_epoch(self, now_ns: int) -> None:
         """Votes of another epoch do not count any more."""
         self._heard_ns = now_ns
+        self._first = True
         self._news |= self._offer.wants_prompt

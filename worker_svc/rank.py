@@ -205,6 +205,7 @@ class Rank:
             self._board.supervisor_bell.ring()
             failpoint("worker.stop.after_ack")
             return True
+        self._read()  # what was planned ahead comes back, so that there is a new plan when the group goes on
         topology = self._board.topology()
         if topology is None or topology.epoch != epoch + 1 or self._prepared == topology:
             return False

@@ -14,12 +14,13 @@ from phalanx.protocol.messages import (
     Tokens,
     Welcome,
 )
-from phalanx.protocol.steps import StepResult
+from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.scheduler_svc import finals
 from phalanx.scheduler_svc.events import GatewayChanged, Membership, WorkerLost
 from phalanx.scheduler_svc.finals import KEPT_TTL_NS, REPEAT_NS
 from phalanx.scheduler_svc.state import copy_key
 from sim.hash_worker import HashWorker
+from sim.scheduler_checks import check
 from sim.scheduler_story import MS, Story, request_id, result_of
 
 
@@ -274,6 +275,50 @@ def test_the_first_step_after_a_stop_is_of_those_who_ran() -> None:
     assert [rows for _, rows in story.rows()] == [1, 100]
     story.run()
     assert [story.outputs(n) == story.expected(n, c) for n, c in ((1, 30), (2, 5))] == [True] * 2
+
+
+def test_the_plan_made_in_a_stop_is_the_first_step_of_the_next_group() -> None:
+    """It is told who goes on only afterwards: that must not keep moved ones from the second step, too."""
+    story = Story()
+    story.submit(1, 10, max_tokens=30)
+    story.step(3)
+    story.finish(abandon=True)
+    assert [rows for _, rows in story.rows()] == [1]
+    story.event(Membership(4, True))
+    story.submit(2, 100, attempt=1, max_tokens=5)
+    story.finish()
+    assert [rows for _, rows in story.rows()] == [1, 100]
+
+
+class Ahead(Story):
+    """The next plan is made while a step is under way."""
+
+    def __init__(self) -> None:
+        self.ahead: list[StepPlan] = []
+        super().__init__(async_steps=True)
+
+    def _decide(self) -> None:
+        while plans := self.core.step(self.now_ns).plans:
+            self.ahead += plans
+        check(self.core)
+        if self.plan is None and self.ahead:
+            self.plan = self.ahead.pop(0)
+
+
+def test_the_second_step_after_a_stop_is_not_planned_ahead() -> None:
+    """So that those who move here during the first one are in it."""
+    story = Ahead()
+    story.submit(1, 10, max_tokens=30)
+    story.step(3)
+    assert len(story.core.flights) == 2
+    story.finish(abandon=True)
+    story.finish(abandon=True)
+    story.event(Membership(4, True))
+    assert [flight.num_rows for flight in story.core.flights] == [1]
+    story.submit(2, 100, attempt=1, max_tokens=5)
+    assert [flight.num_rows for flight in story.core.flights] == [1]
+    story.finish()
+    assert [flight.num_rows for flight in story.core.flights] == [101, 2], "ahead again"
 
 
 def test_after_a_stop_nobody_waits_where_nobody_runs() -> None:

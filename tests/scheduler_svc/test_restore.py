@@ -173,6 +173,23 @@ def test_a_moved_sequence_loads_during_the_step_that_it_waits() -> None:
     shop.assert_whole()
 
 
+def test_one_that_comes_during_that_step_loads_during_it_too() -> None:
+    shop = Shop().warm()
+    story = shop.story
+    story.submit(1, [7] * 20, max_tokens=60)
+    story.step(3)
+    story.finish(abandon=True)
+    story.event(Membership(4, True))
+    story.submit(2, PROMPT, attempt=1, max_tokens=4)
+    shop.contains()
+    shop.get()
+    story.finish()
+    assert [rows for _, rows in story.rows()] == [1, 44]
+    shop.serve()
+    assert story.outputs(2) == story.expected(2, 4)
+    shop.assert_whole()
+
+
 def miss(shop: Shop) -> None:
     """One of three is gone or does not verify."""
     first, *rest = shop.asked(Get)

@@ -117,6 +117,51 @@ def test_a_moved_epoch_gives_all_plans_back() -> None:
     assert hand.take(plan(9, seen=8), 0) is None
 
 
+def test_the_next_epoch_waits_for_what_is_planned_anew() -> None:
+    """Else the rank would take its first step as a placeholder, and its streams miss it."""
+    hand = Hand()
+    hand.take(plan(7), 0)
+    hand.abandon()
+    hand.begin_epoch(5)
+    assert hand.take(plan(8, seen=6), 5) == aborted(8)
+    assert not hand.may_vote(5) and hand.waits, "that one is planned anew, too"
+    hand.take(plan(9, seen=8), 6)
+    assert hand.may_vote(6) and hand.vote() == Vote.PLAN
+
+
+def test_a_second_stop_does_not_forget_what_is_planned_anew() -> None:
+    hand = Hand()
+    hand.take(plan(7), 0)
+    hand.abandon()
+    hand.begin_epoch(5)
+    assert hand.abandon() == []
+    hand.begin_epoch(6)
+    assert not hand.may_vote(6)
+
+
+def test_the_step_after_an_epochs_first_waits_for_its_plan() -> None:
+    hand = Hand()
+    hand.begin_epoch(0)
+    hand.done(prompt=False, now_ns=1)
+    assert hand.may_vote(1), "that was a placeholder"
+    hand.take(plan(1), 1)
+    hand.done(prompt=False, now_ns=2)
+    assert not hand.may_vote(2)
+    hand.take(plan(2), 3)
+    hand.done(prompt=False, now_ns=4)
+    assert hand.may_vote(4), "from then on plans are made ahead"
+
+
+def test_a_plan_that_never_comes_is_no_reason_for_a_step() -> None:
+    """All its sequences have ended meanwhile."""
+    hand = Hand()
+    hand.take(plan(7), 0)
+    hand.abandon()
+    hand.begin_epoch(5)
+    assert not hand.may_vote(PATIENCE_NS + 4)
+    assert hand.may_vote(PATIENCE_NS + 5) and not hand.has_news and not hand.waits
+
+
 def test_a_new_link_is_news_if_there_was_work() -> None:
     """The wish of a peer may wait for nothing but our outputs, which went with our scheduler."""
     hand = Hand()
