@@ -42,8 +42,7 @@ class ModelBackend:
 
     def __init__(self, service: Service) -> None:
         config = service.config
-        torch.set_num_threads(config.worker.threads)
-        torch.set_grad_enabled(False)
+        set_up_thread(config.worker.threads)
         device = rank_device(config, service.seat)
         registry.prefer(config.worker.kernels)
         self._service, self._seat = service, service.seat
@@ -227,6 +226,12 @@ class ModelBackend:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def set_up_thread(threads: int) -> None:
+    """Torch's settings of the calling thread, which computes with so many."""
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(False)
 
 
 def _first_line(error: Exception) -> str:
