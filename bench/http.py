@@ -6,7 +6,6 @@ clients are lean and live in one event loop. Then as many streams as asked for r
 
 import asyncio
 import os
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -14,10 +13,11 @@ from typing import Any
 
 import msgspec
 
+from phalanx.protocol.config import HttpConfig, KVStoreConfig, NodeConfig, SchedulerConfig
 from phalanx.protocol.messages import Delta, Sampling
 from phalanx.services.client_async import AsyncClient
 from phalanx.services.client_flow import Spec
-from phalanx.testing.node import Node
+from phalanx.supervisor.commands.node import http_address, private_node
 
 PROMPT = tuple(range(3, 35))
 TOKENS = 64  # of each of the many streams
@@ -28,21 +28,15 @@ _STREAM_S_MAX = 300.0
 
 def run(streams: int = 500, rounds: int = ROUNDS) -> dict[str, Any]:
     """The fields of `phalanx bench http` (docs/cli.md)."""
-    with tempfile.TemporaryDirectory(prefix="phhttp") as directory:
-        config = Path(directory) / "config.json"
-        settings = {
-            "http": {"enabled": True, "port": 0},
-            "scheduler": {"max_num_seqs": streams, "max_num_batched_tokens": 4 * streams},
-            "kvstore": {"enabled": False},
-        }
-        config.write_bytes(msgspec.json.encode(settings))
-        node = Node(Path(directory) / "node")
-        (started,) = node("up", "--device", "null", "--ranks", 1, "--detach", "--config", config)
-        try:
-            address = started["http"].removeprefix("http://").rpartition(":")
-            return asyncio.run(_measure(node.run_dir, address[0], int(address[2]), streams, rounds))
-        finally:
-            node.stop()
+    config = NodeConfig(
+        device="null",
+        http=HttpConfig(enabled=True, port=0),
+        scheduler=SchedulerConfig(max_num_seqs=streams, max_num_batched_tokens=4 * streams),
+        kvstore=KVStoreConfig(enabled=False),
+    )
+    with private_node(config.model, 1, base=config) as (node, _):
+        address = (http_address(node) or "").removeprefix("http://").rpartition(":")
+        return asyncio.run(_measure(node.run_path, address[0], int(address[2]), streams, rounds))
 
 
 async def _measure(

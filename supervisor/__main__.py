@@ -41,11 +41,14 @@ def main(run_dir: Path, config: Path | None, owner_fd: int | None) -> None:
     except PhalanxError as error:
         print(error, file=sys.stderr)
         code = ExitCode.UNHEALTHY
+    except KeyboardInterrupt:  # before the node was there to obey it
+        code = ExitCode.OK
     except Exception as error:  # noqa: BLE001  top of the process; our children end with us
         traceback.print_exc()
         write_failure(run_dir, ExitCode.INTERNAL, f"the supervisor crashed: {error!r}")
         code = ExitCode.INTERNAL
     if orphaned.is_set():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the second one may still come
         shutil.rmtree(run_dir, ignore_errors=True)
     sys.exit(code)
 
