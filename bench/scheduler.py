@@ -26,6 +26,7 @@ from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.messages import FinalSeen, Sampling, Submit, Tokens
 from phalanx.protocol.queues import QueueTable, queue_bytes
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.scheduler_svc.compiled import which
 from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.events import Actions, Membership
 from phalanx.scheduler_svc.garbage import STEPS_BETWEEN
@@ -64,6 +65,7 @@ def run(
     return {
         "rows": rows,
         "yardstick_us": yardstick_us(),
+        "passes": which(),
         **measure_peer(rows, _course(steps), peer_python),
     }
 
@@ -97,8 +99,9 @@ def yardstick_us() -> float:
 class Course:
     """A full scheduler and the worker's answers, made up outside of what is timed."""
 
-    def __init__(self, running: int, drafts: int, churn: float) -> None:
+    def __init__(self, running: int, drafts: int, churn: float, compiled: bool = True) -> None:
         self.running, self.drafts, self.churn = running, drafts, churn
+        self._compiled = compiled
         self._leaving = 0.0  # sequences that ought to have ended by now, less those that have
         self._submitted = 0
         self._plans: deque[StepPlan] = deque()
@@ -120,7 +123,7 @@ class Course:
         )
         rows = 3 * count
         columns = QueueTable.create(memoryview(bytearray(queue_bytes(rows))), rows, 0, 1)
-        core = Scheduler(config, 0, 1, columns)
+        core = Scheduler(config, 0, 1, columns, compiled=self._compiled)
         blocks = 1 + 2 * count * (2 + (PROMPT_TOKENS + OUTPUTS_MAX) // 128)
         hello = WorkerHello(
             1, blocks, count, 1 << 20, 4096, EOS, 1, 1, "ph-a", "ph-b", 0, self.drafts, "bench"

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from enum import IntEnum
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,8 @@ COLUMNS: tuple[tuple[str, str], ...] = (
     ("handle", "<i8"),  # its name in TokenRows
     ("named", "u1"),  # 1: the gateway was told the handle, and wants no more than the tokens
 )
+assert HEADER.fields is not None
+_COUNTS, _COUNTS_AT = Struct("<6i"), HEADER.fields["waiting"][1]
 _HEADER_BYTES = -(-HEADER.itemsize // _ALIGN) * _ALIGN
 
 
@@ -136,6 +139,7 @@ class QueueTable:
         assert len(data) >= queue_bytes(rows)
         self.rows = rows
         self.header: npt.NDArray[Any] = np.frombuffer(data, HEADER, 1)
+        self._bytes, self._epoch = data, self.header["epoch"]
         at = _HEADER_BYTES
         for name, dtype in COLUMNS:
             setattr(self, name, np.frombuffer(data, dtype, rows, at))
@@ -144,6 +148,11 @@ class QueueTable:
         self.request_ids = ids.reshape(rows, REQUEST_ID_BYTES)
         at += _column_bytes("u1", rows * REQUEST_ID_BYTES)
         self.step_us: npt.NDArray[np.uint32] = np.frombuffer(data, np.uint32, STEP_TIMES, at)
+
+    def describe(self, epoch: int, *counts: int) -> None:
+        """The header's fields from `waiting` to `total_slots`, and the epoch."""
+        _COUNTS.pack_into(self._bytes, _COUNTS_AT, *counts)
+        self._epoch[0] = epoch
 
     def note_step(self, us: int) -> None:
         steps = self.header["steps"]

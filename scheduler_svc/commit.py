@@ -1,34 +1,37 @@
 """A step's result into the state: vector operations whatever the batch; one by one only what ends,
 what is new to the gateway, and what carries log-probabilities. Pure."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
-from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import FinishReason, TokenLogprobs, TokenRows, TokensItem
 from phalanx.protocol.steps import StepResult
 from phalanx.scheduler_svc.outputs import Int32, Spans
 from phalanx.scheduler_svc.plan import Flight
 from phalanx.scheduler_svc.rank import Rank
-from phalanx.scheduler_svc.state import RUNNING, Sequence
+from phalanx.scheduler_svc.state import RUNNING, Ended, Sequence
 from phalanx.scheduler_svc.stops import STATUS_NAN, Rows, sample_error
 
 _ONE = np.int32(1)
 
-Ended = tuple[Sequence, FinishReason, Code | None, str]
 
-
-@dataclass(slots=True)
-class Commit:
+class Commit(msgspec.Struct, eq=False):
     """Tokens to send, and the sequences that end with this step.
 
-    Those that end without a new token have no item here for that.
+    `unsaid` are those of `ended` that have no item here for it: they end without a new token.
     """
 
     rows: TokenRows | None = None
-    items: list[TokensItem] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
+    items: list[TokensItem] = []
+    ended: list[Ended] = []
+    unsaid: list[Sequence] = []
+
+    def fail(self, sequence: Sequence, status: int, output: int) -> None:
+        """No token was sampled for its output of this number."""
+        self.ended.append((sequence, "error", *sample_error(status, output)))
+        self.unsaid.append(sequence)
 
 
 @dataclass(slots=True)
@@ -51,6 +54,17 @@ Ends = dict[int, tuple[FinishReason, int]]  # place -> why its sequence ends, to
 
 def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     """Enter the step's tokens. Sequences that ended while it was in flight get nothing."""
+    passes = rank.table.passes
+    if passes is None or flight.scored or result.logprobs or result.prompt_logprobs:
+        return _commit(rank, flight, result)
+    rows, items, ended, unsaid, failed = passes.commit(rank.table, flight, result)
+    done = Commit(rows, items, ended, unsaid)
+    for sequence, status in failed:
+        done.fail(sequence, status, sequence.num_outputs)
+    return done
+
+
+def _commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
     t, rows, table = rank.t, flight.sampled, rank.table
     counts: Int32 = np.frombuffer(result.counts, np.uint8).astype(np.int32)
     tokens = np.frombuffer(result.tokens, np.int32)
@@ -71,8 +85,10 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
         t.last_token[rows] = tokens.take(spans.ends - 1)
     if ends:
         ended = [table.by_row[row] for row in rows.take(list(ends)).tolist()]
-        whys = zip(ended, ends.values(), strict=True)
-        done.ended += [(sequence, why, None, "") for sequence, (why, _) in whys]
+        for sequence, (why, count) in zip(ended, ends.values(), strict=True):
+            done.ended.append((sequence, why, None, ""))
+            if not count:
+                done.unsaid.append(sequence)
     _say(rank, fresh, ends, result, done)
     if result.status.count(0) < len(result.status):
         status = np.frombuffer(result.status, np.uint8)
@@ -80,8 +96,7 @@ def commit(rank: Rank, flight: Flight, result: StepResult) -> Commit:
             row = rows.item(place)
             if t.state.item(row) == RUNNING and row not in broken and place not in ends:
                 sequence = table.by_row[row]
-                why = sample_error(status.item(place), sequence.num_outputs)
-                done.ended.append((sequence, "error", *why))
+                done.fail(sequence, status.item(place), sequence.num_outputs)
     return done
 
 
@@ -110,8 +125,7 @@ def _take_scores(flight: Flight, result: StepResult, done: Commit) -> list[int]:
             continue
         have = sequence.scores.count
         if not sequence.scores.add(chunk.start, records):
-            why = sample_error(STATUS_NAN, 0)
-            done.ended.append((sequence, "error", *why))
+            done.fail(sequence, STATUS_NAN, 0)
             broken.append(sequence.row)
         elif sequence.scores.count > have:
             done.items.append(sequence.score_item(have, sequence.scores.count))

@@ -43,7 +43,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.queues import QueueTable
 from phalanx.protocol.steps import Offer, PromptTurn, StepPlan, StepResult, WorkerHello
 from phalanx.scheduler_svc.admission import admit
-from phalanx.scheduler_svc.commit import Commit, Ended, commit
+from phalanx.scheduler_svc.commit import Commit, commit
 from phalanx.scheduler_svc.cost import StepCost
 from phalanx.scheduler_svc.decode import Decoders, take_decoders
 from phalanx.scheduler_svc.events import (
@@ -54,25 +54,16 @@ from phalanx.scheduler_svc.events import (
     StoreLost,
     WorkerLost,
 )
-from phalanx.scheduler_svc.finals import Finals
+from phalanx.scheduler_svc.finals import REPEAT_NS, Finals
 from phalanx.scheduler_svc.load import LoadReport
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight, make_plan, retract
 from phalanx.scheduler_svc.prefill import Prefill, take_chunks, wants_prompt
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.restore import Restorer
-from phalanx.scheduler_svc.state import ENDING, Key, Load, Sequence, Table
+from phalanx.scheduler_svc.state import ENDING, Ended, Fence, Key, Load, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
-HEADER_FIELDS = (
-    "epoch",
-    "waiting",
-    "running",
-    "free_blocks",
-    "total_blocks",
-    "free_slots",
-    "total_slots",
-)
 _NO_ROWS = TokenRows()
 PROMPT_ROWS_MIN = 16
 MOVED_STEP_US = (
@@ -103,7 +94,8 @@ class _Stored:
 
 
 class Scheduler:
-    """The core. `columns` is the table in shared memory (or in any zeroed buffer)."""
+    """The core. `columns` is the table in shared memory (or in any zeroed buffer). `compiled`: use the
+    compiled passes, if there are any."""
 
     def __init__(
         self,
@@ -113,9 +105,10 @@ class Scheduler:
         columns: QueueTable,
         *,
         store_enabled: bool = False,
+        compiled: bool = True,
     ) -> None:
         self.config, self.seat, self.incarnation = config, seat, incarnation
-        self.table = Table(columns)
+        self.table = Table(columns, compiled)
         self.rank = Rank(self.table)
         self.worker: WorkerHello | None = None
         self.sequences: dict[Key, Sequence] = {}  # live ones and ended ones not yet acknowledged
@@ -126,8 +119,7 @@ class Scheduler:
         self._store_enabled = store_enabled
         self._store_calls = count(1)
         self._membership = Membership(0, False)
-        # (plan, ended sequence that it still writes). One behind a later plan waits for that, too.
-        self._fences: deque[tuple[int, Sequence]] = deque()
+        self._fences: deque[Fence] = deque()  # one behind that of a later plan waits for it, too
         self._finals = Finals()
         self._flights_max = FLIGHTS_MAX if config.async_steps else 1
         # After an abandoned step no plan is made until all under way have come back: they are
@@ -150,7 +142,7 @@ class Scheduler:
         )
         self._resumes = False  # the group stopped: the next step is the first one since
         self._first_plan = 0  # for running sequences since the group stopped, while it is under way
-        self._header = [columns.header[name].data for name in HEADER_FIELDS]
+        self._columns = columns
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
             AbortSequence: self._abort,
@@ -405,7 +397,7 @@ class Scheduler:
             watermark=self.config.prefill_watermark,
             stored=self._stored(now_ns),
         )
-        if sum([chunk.count for chunk in prefill.chunks]) >= self._moved_rows:
+        if prefill.num_rows >= self._moved_rows:
             self._moved_rows *= 2
         if self.store is not None:
             for chunk in prefill.chunks:
@@ -538,9 +530,8 @@ class Scheduler:
             self._flush_items()  # a message has its rows first
         self._rows = done.rows or self._rows
         self._items += done.items
-        for sequence, reason, _, _ in done.ended:
-            if reason == "error" or sequence.max_outputs == 0:
-                self._items.append(sequence.item(sequence.num_outputs))
+        for sequence in done.unsaid:
+            self._items.append(sequence.item(sequence.num_outputs))
 
     def _keep_states(self, flight: Flight, aborted: bool) -> None:
         if self.store is None:
@@ -554,10 +545,8 @@ class Scheduler:
         fences = self._fences
         over: list[Sequence] = []
         while fences and fences[0][0] <= seq:
-            over.append(fences.popleft()[1])
-        if over:
-            self.rank.free(over)
-            self.table.remove(over)
+            over += fences.popleft()[1]
+        self._give_back([], over)
 
     # ------------------------------------------------------------ ends
 
@@ -573,19 +562,27 @@ class Scheduler:
 
     def _finish_all(self, ended: list[Ended], now_ns: int) -> None:
         """The one way to end. The caller sends the finals."""
-        sequences: list[Sequence] = []
-        for sequence, reason, code, error in ended:
-            assert sequence.finish is None
-            sequence.finish, sequence.code, sequence.error = reason, code, error
-            sequences.append(sequence)
-        self._release(sequences)
-        for oldest in self._finals.keep(sequences, now_ns):
+        finals = self._finals
+        finished = self.rank.finish(ended, finals.kept, now_ns, now_ns + REPEAT_NS)
+        if finished is None:
+            for sequence, reason, code, error in ended:
+                assert sequence.finish is None, "it has ended before"
+                sequence.finish, sequence.code, sequence.error = reason, code, error
+            sequences = [end[0] for end in ended]
+            self._release(sequences)
+            finals.keep(sequences, now_ns)
+        else:
+            if self.restorer is not None:
+                for sequence, *_ in ended:
+                    self._leave_store(sequence, self.restorer)
+            self._give_back(*finished)
+        for oldest in finals.too_many():
             self._forget(oldest)
 
     def _release(self, sequences: list[Sequence]) -> None:
         """Out of the queues; blocks and slots back, now or with the step in flight that uses them."""
         rank, last_plan, seen = self.rank, self.rank.t.last_plan, self.rank.seen
-        fenced: list[int] = []
+        fences: list[Fence] = []
         over: list[Sequence] = []
         for sequence in sequences:
             rank.leave(sequence)
@@ -593,14 +590,16 @@ class Scheduler:
                 self._leave_store(sequence, self.restorer)
             last = last_plan.item(sequence.row)
             if last > seen:
-                fenced.append(sequence.row)
-                self._fences.append((last, sequence))
+                rank.t.state[sequence.row], rank.t.named[sequence.row] = ENDING, 0
+                fences.append((last, [sequence]))
             else:
                 over.append(sequence)
-        if fenced:
-            rank.t.state[fenced], rank.t.named[fenced] = ENDING, 0
+        self._give_back(fences, over)
+
+    def _give_back(self, fences: list[Fence], over: list[Sequence]) -> None:
+        self._fences += fences
         if over:
-            rank.free(over)
+            self.rank.free(over)
             self.table.remove(over)
 
     def _leave_store(self, sequence: Sequence, restorer: Restorer) -> None:
@@ -708,7 +707,7 @@ class Scheduler:
         )
 
     def _write_header(self, load: SeatLoad) -> None:
-        values = (
+        self._columns.describe(
             self._membership.epoch,
             load.waiting,
             load.running,
@@ -717,5 +716,3 @@ class Scheduler:
             load.free_slots,
             load.total_slots,
         )
-        for field, value in zip(self._header, values, strict=True):
-            field[0] = value

@@ -1,8 +1,8 @@
 """Which running sequences get tokens in this step, with how many drafts, and who makes room. Pure."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from phalanx.protocol.limits import BLOCK_SIZE
@@ -12,13 +12,11 @@ from phalanx.scheduler_svc.state import Sequence
 from phalanx.scheduler_svc.stops import Rows
 
 
-@dataclass(slots=True)
-class Decoders:
+class Decoders(msgspec.Struct, eq=False):
     """Sequences with one row and `drafts` draft rows each; parallel arrays."""
 
-    rows: Rows = field(default_factory=lambda: np.empty(0, np.intp))
-    drafts: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
-
+    rows: Rows = msgspec.field(default_factory=lambda: np.empty(0, np.intp))
+    drafts: Int32 = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     num_rows: int = 0
 
     def context(self, rank: Rank) -> int:
@@ -45,6 +43,16 @@ def take_decoders(
     Returns:
         None when somebody must be evicted, but plans are under way: wait for their results.
     """
+    passes = rank.table.passes
+    if passes is not None and rank.decoding:
+        taken = passes.take_decoders(rank, rank.decode_rows, budget, max_drafts)
+        if taken is not None:
+            rows, drafts, num_rows = taken
+            return Decoders(
+                np.frombuffer(rows, np.intp) if isinstance(rows, bytes) else rows,
+                np.frombuffer(drafts, np.int32),
+                num_rows,
+            )
     while rank.decoding:
         found = _eligible(rank, budget, max_drafts)
         for with_drafts in (True, False):

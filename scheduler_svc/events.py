@@ -1,7 +1,5 @@
 """What the shell tells the core besides the messages of gateway, worker and KV store; what comes back."""
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from phalanx.protocol.messages import BusToGateway
@@ -46,13 +44,12 @@ class StoreLost(msgspec.Struct, frozen=True):
     """The KV store is gone: it reads nothing any more."""
 
 
-@dataclass(slots=True)
-class Actions:
+class Actions(msgspec.Struct):
     """What the shell is to do, in this order, each list in its own."""
 
     offer: Offer | None = None  # for the worker, ahead of the plans
-    plans: list[StepPlan] = field(default_factory=list)
-    gateway: list[BusToGateway] = field(default_factory=list)
+    plans: list[StepPlan] = []
+    gateway: list[BusToGateway] = []
 
     def add(self, plan: StepPlan | None) -> None:
         if plan is not None:

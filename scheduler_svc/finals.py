@@ -19,20 +19,23 @@ ENDED_MAX = 16_384
 
 class Finals:
     def __init__(self) -> None:
-        self._kept: OrderedDict[Key, Sequence] = OrderedDict()  # the one due first, first
+        # Until `drop`; the one due first, first.
+        self.kept: OrderedDict[Key, Sequence] = OrderedDict()
         self._ended: OrderedDict[Key, int] = OrderedDict()  # attempt
 
-    def keep(self, sequences: list[Sequence], now_ns: int) -> list[Sequence]:
-        """Keep them until `drop`. Returns those that must be forgotten instead, if there are too many."""
-        kept, due_ns = self._kept, now_ns + REPEAT_NS
+    def keep(self, sequences: list[Sequence], now_ns: int) -> None:
         for sequence in sequences:
-            kept[sequence.key] = sequence
-            sequence.finished_ns, sequence.final_due_ns = now_ns, due_ns
-        return list(islice(kept.values(), max(0, len(kept) - KEPT_MAX)))
+            self.kept[sequence.key] = sequence
+            sequence.finished_ns, sequence.final_due_ns = now_ns, now_ns + REPEAT_NS
+
+    def too_many(self) -> list[Sequence]:
+        """Those that must be forgotten, so that no more than KEPT_MAX are kept."""
+        more = len(self.kept) - KEPT_MAX
+        return list(islice(self.kept.values(), more)) if more > 0 else []
 
     def drop(self, sequence: Sequence) -> None:
         """Acknowledged, or replaced by a later attempt."""
-        self._kept.pop(sequence.key, None)
+        self.kept.pop(sequence.key, None)
         self.remember(sequence.key, sequence.attempt)
 
     def remember(self, key: Key, attempt: int) -> None:
@@ -54,11 +57,11 @@ class Finals:
             if first is None or first.final_due_ns > now_ns:
                 break
             if now_ns - first.finished_ns > KEPT_TTL_NS:
-                over.append(self._kept.pop(first.key))
+                over.append(self.kept.pop(first.key))
             else:
                 again.append(first)
                 first.final_due_ns = now_ns + REPEAT_NS
-                self._kept.move_to_end(first.key)
+                self.kept.move_to_end(first.key)
         return again, over
 
     @property
@@ -67,4 +70,4 @@ class Finals:
         return None if first is None else first.final_due_ns
 
     def _first(self) -> Sequence | None:
-        return next(iter(self._kept.values()), None)
+        return next(iter(self.kept.values()), None)

@@ -18,8 +18,7 @@ from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import Put, PutDone
 from phalanx.protocol.steps import WorkerHello
 from phalanx.scheduler_svc.blocks import BlockPool
-from phalanx.scheduler_svc.rank import Chunk
-from phalanx.scheduler_svc.state import Sequence
+from phalanx.scheduler_svc.state import Chunk, Sequence
 
 PUTS_MAX = 256  # blocks under copy at once; a prompt with more than the rest is not stored
 POOL_SHARE = 4  # and at most a quarter of the pool

@@ -48,6 +48,11 @@ class Outputs:
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         self._end = 0
 
+    @property
+    def columns(self) -> dict[str, Int32 | Int64]:
+        """What the compiled passes use, by row."""
+        return {"base": self._base, "room": self._room, "mark": self._mark}
+
     def open(self, row: int, tokens: bytes, most: int) -> None:
         """Give `row`, which may have at most so many, a region that begins with these int32 tokens."""
         count = len(tokens) // 4
@@ -105,9 +110,13 @@ class Outputs:
         if regions:
             self._base[row] = regions.pop()
         else:
-            while self._end + size > len(self._data):
-                self._data = np.concatenate((self._data, np.zeros_like(self._data)))
+            self._grow(self._end + size)
             self._base[row] = self._end
             self._end += size
         self._room[row] = size
         self._mark[row] = min(size, self._most.item(row))
+
+    def _grow(self, least: int) -> None:
+        """Make the array at least so long."""
+        while len(self._data) < least:
+            self._data = np.concatenate((self._data, np.zeros_like(self._data)))

@@ -5,24 +5,38 @@ result corrects it (`commit.py`), an abandoned step takes it back (`retract`).
 """
 
 from array import array
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from phalanx.protocol.steps import NewSequence, StepPlan
 from phalanx.scheduler_svc.decode import Decoders
 from phalanx.scheduler_svc.outputs import Int32
 from phalanx.scheduler_svc.prefill import Prefill
-from phalanx.scheduler_svc.rank import Chunk, Rank
+from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.restore import Restorer
-from phalanx.scheduler_svc.state import Load, Sequence
+from phalanx.scheduler_svc.state import Chunk, Load, Sequence
 from phalanx.scheduler_svc.stops import Rows
 
 _ONE = np.int32(1)
 
+# Fields of a StepPlan, from `new` to `snapshots`.
+Wire = tuple[
+    tuple[NewSequence, ...],
+    bytes,
+    bytes,
+    bytes,
+    bytes,
+    bytes,
+    bytes,
+    bytes,
+    bytes,
+    bytes,
+    tuple[tuple[int, int], ...],
+]
 
-@dataclass(slots=True)
-class Flight:
+
+class Flight(msgspec.Struct, eq=False):
     """A plan under way. Its rows of the table and its blocks belong to it until its result.
 
     The arrays are parallel to the plan's: decoders first (all sampled), then the chunks.
@@ -36,10 +50,11 @@ class Flight:
     added: Int32  # blocks that the worker learns with it
     sampled: Rows  # `rows` without those of chunks that do not sample
     new: list[Chunk]  # those of sequences that the worker meets with it
+    loads: list[Load]  # whose regions its worker reads
+    scored: bool  # log-probabilities of some prompt may come back
     drafted: bool  # some of its rows are drafts
     num_rows: int
     context: int  # sum over its rows of the tokens that each may read
-    loads: list[Load]  # whose regions its worker reads
 
 
 def make_plan(
@@ -52,60 +67,77 @@ def make_plan(
     turn: int = 0,
 ) -> tuple[StepPlan, Flight]:
     """Decoders first (all sampled), then the chunks."""
-    chunks, t = _Chunks(prefill.chunks), rank.t
+    passes = rank.table.passes
+    if passes is None:
+        wire, flight = _made(seq, rank, decoders, prefill.chunks)
+        sampled = [chunk.sequence for chunk in prefill.chunks if chunk.samples]
+    else:
+        wire, every, at, sampled, new, loads, scored, drafted, num_rows, context = passes.plan(
+            rank, decoders.rows, decoders.drafts, prefill.chunks, seq, rank.seen
+        )
+        rows = decoders.rows if every is None else np.frombuffer(every, np.intp)
+        flight = Flight(
+            seq,
+            decoders,
+            prefill.chunks,
+            rows,
+            np.frombuffer(wire[3], np.int32),
+            np.frombuffer(wire[8], np.int32),
+            rows if at is None else np.frombuffer(at, np.intp),
+            new,
+            loads,
+            scored,
+            drafted,
+            num_rows,
+            context,
+        )
+    if sampled:
+        rank.to_decode(sampled)
+    assert restorer is not None or not flight.loads
+    restores = tuple(map(restorer.restores, flight.loads)) if restorer and flight.loads else ()
+    staging = restorer.arena if restorer and flight.loads else ""
+    return StepPlan(seq, seen, *wire, tuple(prefill.forks), restores, staging, turn), flight
+
+
+def _made(seq: int, rank: Rank, decoders: Decoders, taken: list[Chunk]) -> tuple[Wire, Flight]:
+    chunks, t = _Chunks(taken), rank.t
     rows, asked, sampled = _with_chunks(decoders, chunks)
     starts, blocks = t.planned.take(rows), t.blocks.take(rows)
     added = blocks - t.told.take(rows)
-    none, drafts, loads = bytes(len(chunks.rows)), decoders.drafts, chunks.loads
+    none, drafts = bytes(len(taken)), decoders.drafts
     carried = t.last_plan.take(decoders.rows) > rank.seen
-    assert restorer is not None or not loads
-    plan = StepPlan(
-        seq,
-        seen,
-        new=tuple([_new(chunk) for chunk in chunks.new]),
-        slots=t.slot.take(rows).tobytes(),
-        starts=starts.tobytes(),
-        seqlens_q=asked.tobytes(),
-        drafts=drafts.astype(np.uint8).tobytes() + none,
-        sample=b"\1" * len(drafts) + bytes(chunks.samples),
-        carry=carried.tobytes() + none,
-        token_ids=t.last_token.take(decoders.rows).tobytes() + b"".join(chunks.token_ids),
-        block_counts=added.tobytes(),
-        block_ids=_block_ids(rank, rows, added),
-        snapshots=tuple(chunks.snapshots),
-        forks=tuple(
-            [
-                (f.leader_slot, f.follower_slot, f.leader_block, f.follower_block)
-                for f in prefill.forks
-            ]
-        ),
-        restores=tuple(map(restorer.restores, loads)) if restorer and loads else (),
-        staging=restorer.arena if restorer and loads else "",
-        turn=turn,
+    wire = (
+        tuple([_new(chunk) for chunk in chunks.new]),
+        t.slot.take(rows).tobytes(),
+        starts.tobytes(),
+        asked.tobytes(),
+        drafts.astype(np.uint8).tobytes() + none,
+        b"\1" * len(drafts) + bytes(chunks.samples),
+        carried.tobytes() + none,
+        t.last_token.take(decoders.rows).tobytes() + b"".join(chunks.token_ids),
+        added.tobytes(),
+        _block_ids(rank, rows, added),
+        tuple(chunks.snapshots),
     )
-    num_rows = decoders.num_rows + sum(chunks.counts)
-    drafted = decoders.num_rows > len(drafts)
-    context = _context(starts, asked, chunks.counts)
     flight = Flight(
         seq,
         decoders,
-        prefill.chunks,
+        taken,
         rows,
         asked,
         added,
         sampled,
         chunks.new,
-        drafted,
-        num_rows,
-        context,
-        loads,
+        chunks.loads,
+        any(chunk.sequence.scores.wanted for chunk in taken),
+        decoders.num_rows > len(drafts),
+        decoders.num_rows + sum(chunks.counts),
+        _context(starts, asked, chunks.counts),
     )
     t.planned[rows] = starts + asked
     t.told[rows] = blocks
     t.last_plan[rows] = seq
-    if chunks.sampled:
-        rank.to_decode(chunks.sampled)
-    return plan, flight
+    return wire, flight
 
 
 class _Chunks:

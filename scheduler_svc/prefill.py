@@ -10,15 +10,16 @@ prompt token itself, as a row of its own, so its first token is sampled as if it
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
+
+import msgspec
 
 from phalanx.protocol.limits import RING_BYTES
 from phalanx.protocol.prompt_logprobs import STEP_BYTES_MAX
 from phalanx.scheduler_svc.blocks import blocks_for
-from phalanx.scheduler_svc.rank import Chunk, Fork, Rank
-from phalanx.scheduler_svc.state import Sequence
+from phalanx.scheduler_svc.rank import Fork, Rank
+from phalanx.scheduler_svc.state import Chunk, Sequence
 
 # A plan carries all tokens of its new sequences; half a ring leaves room for the rest of it.
 PLAN_NEW_BYTES_MAX = RING_BYTES // 2
@@ -44,12 +45,12 @@ class Stored(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Prefill:
+class Prefill(msgspec.Struct, eq=False):
     """What a step adds to the decoding rows."""
 
-    chunks: list[Chunk] = field(default_factory=list)
-    forks: list[Fork] = field(default_factory=list)
+    chunks: list[Chunk] = []
+    forks: list[Fork] = []
+    num_rows: int = 0  # of all chunks
 
 
 def take_chunks(
@@ -91,7 +92,8 @@ class _Taking:
         watermark: float,
         stored: Stored | None,
     ) -> None:
-        self._rank, self._left, self._stored = rank, budget, stored
+        self._rank, self._stored = rank, stored
+        self._budget = self._left = budget
         self._max_num_seqs, self._watermark = max_num_seqs, watermark
         self._room = PLAN_NEW_BYTES_MAX
         self._score_room = STEP_BYTES_MAX
@@ -117,13 +119,18 @@ class _Taking:
             return Prefill()
         if not self._open:
             self._start_whole()
+            if not rank.waiting:
+                return self._taken(self._whole)
         elif len(self._open) + len(rank.waiting) > 1:
             self._give(self._open[0], -(-self._left // OLDEST_SHARE))
         while self._left and (chosen := self._next()) is not None:
             if chosen.slot >= 0 or self._start(chosen):
                 self._give(chosen, self._left)
         chunks = [self._chunk(sequence, count) for sequence, count in self._counts.items() if count]
-        return Prefill(self._whole + chunks, self._forks)
+        return self._taken(self._whole + chunks)
+
+    def _taken(self, chunks: list[Chunk]) -> Prefill:
+        return Prefill(chunks, self._forks, self._budget - self._left)
 
     def _start_whole(self) -> None:
         """The common case at once: the head of the queue, as far as whole prompts fit into the step and are
@@ -132,6 +139,12 @@ class _Taking:
         left, most, used, total = self._left, self._room // 4, rank.pool.used, rank.pool.total
         room = min(self._max_num_seqs - rank.num_running, len(rank.free_slots))
         used_max, outputs = self._watermark * total, rank.t.output_tokens
+        if rank.table.passes is not None:
+            self._whole, self._left = rank.table.passes.start_whole(
+                rank, begun, stored, room, left, most, used_max
+            )
+            self._room -= 4 * (left - self._left)
+            return
         num_blocks: list[int] = []
         for first in rank.waiting[: max(0, room)]:
             count = first.num_prompt + outputs.item(first.row)

@@ -7,8 +7,8 @@ them gives everything back.
 """
 
 from bisect import insort
-from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,36 +23,16 @@ from phalanx.scheduler_svc.state import (
     QUEUED,
     RUNNING,
     WAITING,
+    Ended,
+    Fence,
+    Key,
     Sequence,
     Table,
 )
-from phalanx.scheduler_svc.stops import Rows
+from phalanx.scheduler_svc.stops import Flags, Rows
 
 
-@dataclass(slots=True)
-class Chunk:
-    """Tokens `start .. start + count` of a sequence, computed in one step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool  # the last chunk: its last row gives the next token
-    region: int = -1  # where the worker copies the state slot to afterwards; -1: nowhere
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def scored(self) -> int:
-        """Its rows, the first ones, that tell the logprob of the prompt token after them."""
-        if self.sequence.sampling.prompt_logprobs is None:
-            return 0
-        return max(0, min(self.end, self.sequence.num_prompt - 1) - self.start)
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
+class Fork(NamedTuple):
     """A follower takes over what its leader has computed: for the worker to copy before the step."""
 
     leader_slot: int
@@ -73,6 +53,7 @@ class Rank:
         self.decoding: dict[int, Sequence] = {}  # by row, in order of their first token
         self.aside: dict[Sequence, None] = {}  # not ready to wait: looked up in the KV store
         self.loading: dict[Sequence, None] = {}  # their first blocks come from the KV store
+        self.decodes: Flags = np.zeros(self.t.rows, bool)  # by row
         self.reset(0, 0)
 
     def reset(self, num_blocks: int, num_slots: int) -> None:
@@ -91,7 +72,7 @@ class Rank:
         self.total_slots = num_slots
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self._rows: Rows = np.empty(0, np.intp)  # of `decoding`, and of some that have left it
-        self._decodes = np.zeros(self.t.rows, bool)  # by row
+        self.decodes[:] = False
         self._some_left = False
 
     @property
@@ -107,7 +88,12 @@ class Rank:
     def decode_rows(self) -> Rows:
         """intp [len(decoding)]: their rows of the table, in order."""
         if self._some_left:
-            self._rows, self._some_left = self._rows[self._decodes.take(self._rows)], False
+            passes = self.table.passes
+            if passes is not None:
+                self._rows = np.frombuffer(passes.to_decode(self, [], self._rows), np.intp)
+            else:
+                self._rows = self._rows[self.decodes.take(self._rows)]
+            self._some_left = False
         return self._rows
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -258,12 +244,28 @@ class Rank:
     # ------------------------------------------------------------ phases
 
     def to_decode(self, sequences: list[Sequence]) -> None:
+        passes = self.table.passes
+        if passes is not None:
+            rows = passes.to_decode(self, sequences, self._rows)
+            self._rows, self._some_left = np.frombuffer(rows, np.intp), False
+            return
         for sequence in sequences:
             self.prefilling.remove(sequence)
             self.decoding[sequence.row] = sequence
-        rows = np.array([sequence.row for sequence in sequences], np.intp)
-        self._rows = np.concatenate((self.decode_rows, rows))  # without those that left these rows
-        self._decodes[rows], self.t.phase[rows] = True, DECODE
+        at = np.array([sequence.row for sequence in sequences], np.intp)
+        self._rows = np.concatenate((self.decode_rows, at))  # without those that left these rows
+        self.decodes[at], self.t.phase[at] = True, DECODE
+
+    def finish(
+        self, ended: list[Ended], kept: dict[Key, Sequence], now_ns: int, due_ns: int
+    ) -> tuple[list[Fence], list[Sequence]] | None:
+        """End sequences that decode, and nothing else that ends; `Scheduler._finish_all` says how. None: not
+        possible, and nothing has changed."""
+        passes = self.table.passes
+        if passes is None:
+            return None
+        self._some_left = True
+        return passes.finish(self, ended, kept, now_ns, due_ns)
 
     def to_prefill(self, sequence: Sequence) -> None:
         """Its last chunk was abandoned: the next prompt to go on."""
@@ -273,7 +275,7 @@ class Rank:
 
     def _leave_decoding(self, sequence: Sequence) -> None:
         del self.decoding[sequence.row]
-        self._decodes[sequence.row], self._some_left = False, True
+        self.decodes[sequence.row], self._some_left = False, True
 
     def grow(self, rows: Rows, counts: Int32) -> None:
         """More blocks for decoding sequences. The caller has looked at the pool."""
@@ -316,6 +318,9 @@ class Rank:
 
     def free(self, sequences: list[Sequence]) -> None:
         """Blocks and slots back. No step in flight may still write them."""
+        if self.table.passes is not None:
+            self.table.passes.free(self, sequences)
+            return
         blocks: list[int] = []
         for sequence in sequences:
             blocks += reversed(sequence.blocks)

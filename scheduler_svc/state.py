@@ -2,16 +2,30 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Optional
 
+import msgspec
 import numpy as np
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import BLOCK_SIZE
-from phalanx.protocol.messages import FinishReason, Sampling, Submit, TokenLogprobs, TokensItem
+from phalanx.protocol.messages import (
+    FinishReason,
+    Sampling,
+    Submit,
+    TokenLogprobs,
+    TokenRows,
+    TokensItem,
+)
 from phalanx.protocol.queues import Phase, QueueTable, State
+from phalanx.protocol.steps import NewSequence
+from phalanx.scheduler_svc.compiled import ROWS
 from phalanx.scheduler_svc.outputs import Int32, Outputs
 from phalanx.scheduler_svc.scores import NO_SCORES, Scores
 from phalanx.scheduler_svc.stops import StopIds
+
+if TYPE_CHECKING:
+    from phalanx.scheduler_svc._rows import Passes
 
 Key = tuple[str, int]  # (request_id, index)
 # Plain ints: numpy is ten times slower with an IntEnum, which it takes for an object.
@@ -152,6 +166,33 @@ class Sequence:
         )
 
 
+class Chunk(msgspec.Struct, eq=False):
+    """Tokens `start .. start + count` of a sequence, computed in one step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool  # the last chunk: its last row gives the next token
+    region: int = -1  # where the worker copies the state slot to afterwards; -1: nowhere
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def scored(self) -> int:
+        """Its rows, the first ones, that tell the logprob of the prompt token after them."""
+        if self.sequence.sampling.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.end, self.sequence.num_prompt - 1) - self.start)
+
+
+# A sequence, and why it ends.
+Ended = tuple[Sequence, FinishReason, Code | None, str]
+# (plan under way, ended sequences that it still writes): these come back with its result.
+Fence = tuple[int, list[Sequence]]
+
+
 def copy_key(request_id: str, index: int) -> int:
     name = f"{request_id}/{index}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
@@ -175,12 +216,28 @@ def sequence_of(
     )
 
 
-class Table:
-    """Gives rows of the shared columns to sequences and takes them back."""
+def _passes(columns: QueueTable, outputs: Outputs) -> Optional["Passes"]:
+    if ROWS is None:
+        return None
+    passes: Passes = ROWS.Passes(
+        {**vars(columns), **outputs.columns},
+        (FREE, RUNNING, ENDING, PREFILL, DECODE, BLOCK_SIZE),
+        (Sequence, Chunk, Sampling, TokensItem, TokenRows, NewSequence),
+        NO_SCORES,
+    )
+    return passes
 
-    def __init__(self, columns: QueueTable) -> None:
+
+class Table:
+    """Gives rows of the shared columns to sequences and takes them back.
+
+    `passes` are the compiled ones over its rows; None: they run in Python.
+    """
+
+    def __init__(self, columns: QueueTable, compiled: bool = True) -> None:
         self.columns = columns
         self.outputs = Outputs(columns.rows)
+        self.passes = _passes(columns, self.outputs) if compiled else None
         self.stop_ids = StopIds(columns.rows)
         self.by_row: dict[int, Sequence] = {}
         self._free = list(range(columns.rows - 1, -1, -1))
@@ -220,6 +277,9 @@ class Table:
         t.state[row] = WAITING
 
     def remove(self, sequences: list[Sequence]) -> None:
+        if self.passes is not None:
+            self.passes.remove(self, sequences)
+            return
         rows = [sequence.row for sequence in sequences]
         at, by_row = np.array(rows, np.intp), self.by_row
         outputs = self.outputs.close(at, self.columns.output_tokens.take(at).tolist())

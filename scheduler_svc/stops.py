@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.intp]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 STATUS_ALL_BLOCKED, STATUS_NAN = 1, 2  # SampleStatus of the sampler
 _ERRORS: dict[int, tuple[Code, str]] = {

@@ -34,7 +34,7 @@ _FILES_WANTED = 1024
 def doctor(run_dir: Path | None, as_json: bool) -> None:
     """Check Python, memory, shared memory, limits, torch and kernels (exit 4 when something is wrong)."""
     path = prepare(find_run_dir(run_dir))
-    checks = [*_system(path), *_numerics()]
+    checks = [*_system(path), *_scheduler(), *_numerics()]
     ok = all(check["ok"] for check in checks)
     if as_json:
         print_json({"ok": ok, "checks": checks})
@@ -85,13 +85,19 @@ def _system(run_dir: Path) -> list[dict[str, object]]:
     ]
 
 
+def _asked(module: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", module]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _scheduler() -> list[dict[str, object]]:
+    """Slower passes are no fault: the decisions are the same."""
+    answer = _asked("phalanx.scheduler_svc.compiled")
+    return [_check("scheduler", (answer.stdout or answer.stderr).strip(), not answer.returncode)]
+
+
 def _numerics() -> list[dict[str, object]]:
-    probe = subprocess.run(
-        [sys.executable, "-P", "-m", "phalanx.worker_svc.probe"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    probe = _asked("phalanx.worker_svc.probe")
     if probe.returncode:
         return [_check("torch", probe.stderr.strip()[-300:], False, "install the package again")]
     return [

@@ -1,6 +1,5 @@
 """The simulator finds planted bugs, each within a stated number of seeds: else it would not be testing."""
 
-import dataclasses
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -17,6 +16,7 @@ from phalanx.scheduler_svc import core as core_module
 from phalanx.scheduler_svc import decode as decode_module
 from phalanx.scheduler_svc import plan as plan_module
 from phalanx.scheduler_svc import prefill as prefill_module
+from phalanx.scheduler_svc import state as state_module
 from phalanx.scheduler_svc.blocks import BlockPool
 from phalanx.scheduler_svc.commit import Commit
 from phalanx.scheduler_svc.core import Scheduler
@@ -24,9 +24,9 @@ from phalanx.scheduler_svc.decode import Decoders
 from phalanx.scheduler_svc.finals import Finals
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight
-from phalanx.scheduler_svc.rank import Chunk, Fork, Rank
+from phalanx.scheduler_svc.rank import Fork, Rank
 from phalanx.scheduler_svc.restore import Restorer
-from phalanx.scheduler_svc.state import Load, Sequence
+from phalanx.scheduler_svc.state import Chunk, Load, Sequence
 from phalanx.worker_svc.slots import Slots
 from sim import hash_worker
 from sim.scheduler_world import Options, World
@@ -119,7 +119,7 @@ def abort_says_nothing(patch: Patch) -> None:
         before = len(self._items)
         abort(self, message, now_ns)
         del self._items[before:]
-        self._finals._kept.clear()
+        self._finals.kept.clear()
         self._out.pop()
 
     patch.setattr(Scheduler, "_abort", mute)
@@ -340,7 +340,7 @@ def fork_leaves_the_slot(patch: Patch) -> None:
     fork = Rank.fork
 
     def half(self: Rank, leader: Sequence, follower: Sequence) -> Fork:
-        return dataclasses.replace(fork(self, leader, follower), leader_slot=follower.slot)
+        return fork(self, leader, follower)._replace(leader_slot=follower.slot)
 
     patch.setattr(Rank, "fork", half)
 
@@ -524,6 +524,7 @@ def search(
     patch: Patch,
     record_property: Callable[[str, object], None],
 ) -> None:
+    patch.setattr(state_module, "ROWS", None)  # the bugs are planted in the passes in Python
     plant(patch)
     for seed in range(seeds):
         try:

@@ -104,7 +104,7 @@ def check_clean(core: Scheduler) -> None:
 def check(core: Scheduler) -> None:
     """Every invariant of the core; raises AssertionError. For tests: it looks at everything."""
     rank = core.rank
-    fenced = [sequence for _, sequence in core._fences]
+    fenced = [sequence for _, group in core._fences for sequence in group]
     holding = rank.prefilling + list(rank.decoding.values()) + list(rank.loading) + fenced
     kept = core.store.holders() if core.store is not None else []
     rank.pool.check([s.blocks for s in holding] + kept)
