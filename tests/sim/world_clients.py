@@ -82,8 +82,9 @@ class SimClient:
         self.inbox: deque[bytes] = deque()  # at most CLIENT_QUEUE
         self.stalled = False
         self.dead = False
+        self.lossy = world.rng.random() < 0.3  # its connection is as bad as those of services
         self.up: Wire[ClientMessage] = Wire(
-            world.clock, world.rng, world.weather, self._deliver, reliable=True
+            world.clock, world.rng, world.weather, self._deliver, reliable=not self.lossy
         )
         self._due_ns = 0
         self._poll()
@@ -95,8 +96,9 @@ class SimClient:
         """False: its queue is full."""
         if self.dead or len(self.inbox) >= CLIENT_QUEUE:
             return self.dead  # what is for a dead one goes nowhere
-        self.inbox.append(encode(message))
-        if len(self.inbox) == 1:
+        times = self.world.weather.times() if self.lossy else 1
+        self.inbox.extend([encode(message)] * times)
+        if times and len(self.inbox) == times:
             self.world.clock.after(READ_NS, self.read)
         return True
 

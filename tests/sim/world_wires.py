@@ -18,6 +18,7 @@ class Weather:
     """How messages fare in a run, as long as there are faults."""
 
     def __init__(self, rng: Random) -> None:
+        self._rng = rng
         rough = rng.random() < 0.6
         self.lost = rng.choice((0.0, 0.01, 0.04)) * rough
         self.doubled = rng.choice((0.0, 0.02, 0.08)) * rough
@@ -26,6 +27,12 @@ class Weather:
 
     def calm(self) -> None:
         self.bad = False
+
+    def times(self) -> int:
+        """How often a message that is sent arrives."""
+        if not self.bad:
+            return 1
+        return 0 if self._rng.random() < self.lost else 1 + (self._rng.random() < self.doubled)
 
 
 QUICK_NS, LATE_NS = MS, 150 * MS
@@ -51,11 +58,7 @@ class Wire(Generic[T]):
         self._open = True
 
     def send(self, message: T) -> None:
-        rng, weather = self._rng, self._weather
-        times = 1
-        if weather.bad and not self._reliable:
-            times = 0 if rng.random() < weather.lost else 1 + (rng.random() < weather.doubled)
-        for _ in range(times):
+        for _ in range(1 if self._reliable else self._weather.times()):
             box = [message]
             self._under_way.append(box)
             if self._open:
