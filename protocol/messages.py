@@ -243,6 +243,7 @@ class StatsReply(Message, frozen=True):
 
 class Health(Message, frozen=True):
     call: int
+    quiet: tuple[str, ...] = ()  # requests of which the client has heard nothing for a while
 
 
 class HealthReply(Message, frozen=True):
@@ -252,6 +253,7 @@ class HealthReply(Message, frozen=True):
     epoch: int
     model: str
     reasons: tuple[str, ...] = ()  # why not, naming the process
+    ended: tuple[str, ...] = ()  # those quiet ones of which nothing more will come: all was sent
 
 
 class Done(Message, frozen=True):

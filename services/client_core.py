@@ -7,12 +7,14 @@ The rules, which a client in any language may follow (`docs/protocol.md`):
 * Deltas are taken in order of their offsets: older ones are dropped, a gap leads to an Attach at the
   offset reached. A gateway with a new incarnation gets an Attach for every open request.
 * An Attach says the digest of what is here: a stream that is another one is not spliced to it.
-* A Health question every second tells both: that the gateway is there, and which one.
+* A Health question every second tells both: that the gateway is there, and which one. It names what is
+  quiet; of a request that has ended nothing more would come, so what was lost of it is asked for.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
@@ -51,6 +53,8 @@ PING_NS = 1_000 * MS
 SCAN_NS = 50 * MS  # how often timers are looked at: thousands of requests share one client
 REPEAT_NS_MAX = 30_000 * MS  # of unanswered and of quiet requests, at last
 SILENT_NS = 3 * PING_NS  # a gateway heard again after this long is asked for everything open
+QUIET_NS = 500 * MS  # a request of which nothing was heard for so long is asked after
+QUIET_MAX = 256  # of them in one question; of the others nothing is heard until they are repeated
 REATTACH_NS = 50 * MS  # a gap is asked for again not before
 ORPHANS_MAX = 10_000
 WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
@@ -189,6 +193,7 @@ class ClientCore:
             case HealthReply() | Replayed() | StatsReply() | Done():
                 if isinstance(message, HealthReply):
                     self._on_incarnation(message.gateway_incarnation, now_ns)
+                    self._mend_ended(message.ended, now_ns)
                 self._answer(message)
 
     def poll(self, now_ns: int) -> None:
@@ -215,11 +220,19 @@ class ClientCore:
         if now_ns >= self._ping_at_ns:
             self._ping_at_ns = now_ns + PING_NS
             self._last_call += 1
-            self._send(Health(self._last_call))
+            self._send(Health(self._last_call, self._quiet(now_ns)))
         if self._heard_ns is not None and now_ns - self._heard_ns >= self._silence_ns:
             silent_s = (now_ns - self._heard_ns) / 1e9
             for flow in list(self._open.values()):
                 self._fail(flow, GatewaySilent(f"the gateway was silent for {silent_s:.1f} s"))
+
+    def _quiet(self, now_ns: int) -> tuple[str, ...]:
+        flows = (
+            flow.request_id
+            for flow in self._open.values()
+            if flow.accepted and now_ns - (flow.repeat_at_ns - flow.repeat_ns) >= QUIET_NS
+        )
+        return tuple(islice(flows, QUIET_MAX))
 
     def next_ns(self) -> int | None:
         """When `poll` is due; None: nothing is open."""
@@ -358,6 +371,12 @@ class ClientCore:
             self._send_attach(flow, now_ns)
         else:
             flow.repeat_at_ns = min(flow.repeat_at_ns, flow.attach_at_ns)
+
+    def _mend_ended(self, ended: Sequence[str], now_ns: int) -> None:
+        for request_id in ended:
+            flow = self._by_request.get(request_id)
+            if flow is not None and flow.accepted and not flow.done:
+                self._mend(flow, now_ns)
 
     def _on_error(self, error: Error, now_ns: int) -> None:
         flow = self._flows.get(error.call)

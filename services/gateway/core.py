@@ -200,7 +200,7 @@ class Core:
             case Stats():
                 self._delivery.reply(client, self._stats(message.call))
             case Health():
-                self._delivery.reply(client, self._health_reply(message.call))
+                self._delivery.reply(client, self._health_reply(client, message))
 
     def on_bad_frame(self, client: bytes, call: int, text: str) -> None:
         """Bytes that are no message: one error, and nothing else happens."""
@@ -357,14 +357,23 @@ class Core:
             self._admission.sequences - sum(p.message.n for p in self._admission.pending.values()),
         )
 
-    def _health_reply(self, call: int) -> HealthReply:
+    def _health_reply(self, client: bytes, asked: Health) -> HealthReply:
         health = self._health
         draining = self._admission.draining
         healthy = health.healthy and not draining
         reasons = health.reasons + (("the node is shutting down",) if draining else ())
-        return HealthReply(
-            call, healthy, self._settings.incarnation, self._epoch, self._model.name, reasons
-        )
+        ended = tuple(quiet for quiet in asked.quiet if self._told_all(client, quiet))
+        incarnation, model = self._settings.incarnation, self._model.name
+        return HealthReply(asked.call, healthy, incarnation, self._epoch, model, reasons, ended)
+
+    def _told_all(self, client: bytes, request_id: str) -> bool:
+        """Whether this client got everything already: messages to it keep their order, so one that asks
+        nevertheless has lost some."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return True
+        view = request.view
+        return view is not None and view.client == client and all(view.finals)
 
     def _error(self, client: bytes, call: int, refused: Refused) -> None:
         self._refused += 1

@@ -92,6 +92,27 @@ def test_a_stream_and_its_result() -> None:
     assert line.core.next_ns() is None  # nothing to wait for any more
 
 
+def test_what_has_ended_and_is_quiet_is_asked_for() -> None:
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(HealthReply(10**9, True, 1, 2, "m"))
+    line.hears(delta(0, 5, 6))
+    line.now += 1000 * MS
+    line.core.poll(line.now)
+    (health,) = (DECODER.decode(frame) for frame in line.core.outgoing)
+    assert isinstance(health, Health) and health.quiet == ("r",)
+    line.core.outgoing.clear()
+    line.hears(HealthReply(health.call, True, 1, 2, "m"))  # it runs: nothing is lost
+    assert line.sent() == []
+    line.hears(HealthReply(health.call, True, 1, 2, "m", ended=("r", "unknown")))
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and attach.offsets == (2,)
+    line.hears(final(2))
+    line.hears(HealthReply(health.call, True, 1, 2, "m", ended=("r",)))
+    assert flow.done and line.sent() == []
+
+
 def test_a_prompt_is_taken_in_order_and_missed() -> None:
     line = Line()
     flow = line.core.generate(Spec([1, 2, 3], Sampling(prompt_logprobs=0)), line.now, None)

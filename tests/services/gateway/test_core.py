@@ -770,6 +770,28 @@ def test_an_abort_while_it_is_made_again_changes_no_end() -> None:
 # --- questions and the end ---
 
 
+def test_health_names_what_is_quiet_because_all_was_told() -> None:
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.asks(Health(2, (rid, "x" * 32)))
+    (reply,) = desk.told()
+    assert isinstance(reply, HealthReply) and reply.ended == ("x" * 32,)  # the other one runs
+    desk.takes = False
+    desk.produces(seat, submit, 0, 10, finish="length")
+    desk.decodes()
+    desk.asks(Health(3, (rid,)))
+    desk.takes = True
+    desk.passes(200)
+    (reply, *stream) = desk.told()
+    assert isinstance(reply, HealthReply) and reply.ended == () and isinstance(stream[-1], Final)
+    desk.asks(Health(4, (rid,)))
+    desk.asks(Health(5, (rid,)), client=b"another")
+    mine, others = desk.told()
+    assert isinstance(mine, HealthReply) and mine.ended == (rid,)
+    assert isinstance(others, HealthReply) and others.ended == ()
+
+
 def test_health_and_stats_answer_always() -> None:
     desk = Desk(seats=0)
     desk.asks(Health(1))
