@@ -58,16 +58,22 @@ def pad_rows(x: Tensor, fill: float = 0.0) -> Tensor:
     return torch.cat((x, x.new_full((missing, *x.shape[1:]), fill)))
 
 
-def matmul_rows(x: Tensor, weight: Matrix) -> Tensor:
+def matmul_rows(x: Tensor, weight: Matrix, *, rounded: bool = False) -> Tensor:
     """x @ weight.T, each row alone.
 
     Args:
         x: float32 [R, K].
         weight: [N, K]; float32, or a form that is widened to it first.
+        rounded: round the result to bf16 values.
 
     Returns:
         float32 [R, N]. Not `torch.matmul`, which would fold the tiles into one product of R rows.
     """
+    product = _matmul_rows(x, weight)
+    return round_bf16(product) if rounded else product
+
+
+def _matmul_rows(x: Tensor, weight: Matrix) -> Tensor:
     num_rows, depth = x.shape
     weight = weight.dequantize() if isinstance(weight, Fp8Matrix) else weight.float()
     if not _exact:
@@ -75,7 +81,7 @@ def matmul_rows(x: Tensor, weight: Matrix) -> Tensor:
     if num_rows == 0:
         return x.new_empty((0, weight.shape[0]))
     if weight.shape[0] == 1:  # would become a product with a vector, which has no tiles
-        return matmul_rows(x, weight.expand(2, -1))[:, :1]
+        return _matmul_rows(x, weight.expand(2, -1))[:, :1]
     tiles = pad_rows(x).view(-1, TILE, depth)
     product = torch.bmm(tiles, weight.t().expand(tiles.shape[0], -1, -1))
     product = product.view(-1, weight.shape[0])

@@ -11,6 +11,7 @@ from forward_world import DEVICE, SHAPES, World, alone, weights_of
 from torch import Tensor
 
 from phalanx.kernels.reference import indexer
+from phalanx.kernels.reference.rows import round_bf16
 from phalanx.worker_svc.model.checkpoint import load_checkpoint
 from phalanx.worker_svc.model.invariance import InvarianceError, check_invariance, check_operation
 from phalanx.worker_svc.model.moe import run_expert_pairs
@@ -212,7 +213,10 @@ def fails(shape: str) -> bool:
 
 
 def test_without_padding_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_everywhere(monkeypatch, "matmul_rows", lambda x, weight: x @ weight.t())
+    def unpadded(x: Tensor, weight: Tensor, *, rounded: bool = False) -> Tensor:
+        return round_bf16(x @ weight.t()) if rounded else x @ weight.t()
+
+    patch_everywhere(monkeypatch, "matmul_rows", unpadded)
     assert fails("wide")
 
 

@@ -43,7 +43,7 @@ def project(
     """Queries [R, heads, d], the Q8 form of their latent [R, q_lora], and the window vector [R, d]."""
     both, rank = linear(x, weights.q_kv), config.q_lora_rank
     latent = rms_norm_q8(both[:, :rank], weights.q_norm, config.rms_norm_eps)
-    queries = round_bf16(matmul_rows(latent, weights.wq_b))
+    queries = matmul_rows(latent, weights.wq_b, rounded=True)
     queries = queries.view(-1, config.num_attention_heads, config.head_dim)
     kv = rotate(rms_norm(both[:, rank:], weights.kv_norm, config.rms_norm_eps), rope)
     return rotate(queries, rope), latent, kv
@@ -154,7 +154,7 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     latent = rms_norm(latent, weights.compressor.norm, eps)
     step.note("latent", layer, latent)
     rope = step.ropes.yarn_all.at(step.host.entries[entries.ratio].positions)
-    keys = round_bf16(matmul_rows(latent, weights.index_keys.wk))
+    keys = matmul_rows(latent, weights.index_keys.wk, rounded=True)
     keys = rotate(rms_norm(keys, weights.index_keys.norm, eps), rope)
     record = encode_index_key(keys)
     step.pools.index_keys[layer][entries.blocks, entries.offsets] = record
@@ -194,10 +194,10 @@ def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
     config, rows = step.config, step.rows
     entries = rows.entries[config.ratio(layer)]
     heads, dim = config.index_n_heads, config.index_head_dim
-    queries = round_bf16(matmul_rows(latent, weights.indexer.wq)).view(-1, heads, dim)
+    queries = matmul_rows(latent, weights.indexer.wq, rounded=True).view(-1, heads, dim)
     queries = qf4_idx_roundtrip(rotate(queries, step.rope(layer)))
     step.note("index_q", layer, queries)
-    head_weights = round_bf16(matmul_rows(x, weights.indexer.weights_proj))
+    head_weights = matmul_rows(x, weights.indexer.weights_proj, rounded=True)
     head_weights = round_bf16(head_weights * (dim**-0.5 * heads**-0.5))
     if on_gpu(x):
         owner = config.kv_owner(layer)

@@ -27,7 +27,7 @@ from phalanx.kernels.ops import (
 )
 from phalanx.kernels.reference.attention import sink_attention
 from phalanx.kernels.reference.rope import GrowingRope, RopeTable
-from phalanx.kernels.reference.rows import pad_rows, round_bf16
+from phalanx.kernels.reference.rows import pad_rows
 from phalanx.kernels.registry import on_gpu
 from phalanx.worker_svc.model.attention import output, project
 from phalanx.worker_svc.model.caches import CachePools
@@ -125,7 +125,7 @@ class Drafter:
         x = q8_roundtrip(rms_norm(linear(taps, self._main_proj), self._main_norm, eps))
         records = {}
         for stage, weights in enumerate(self._stages):
-            kv = round_bf16(matmul_rows(x, matrix_rows(weights.attention.q_kv, rank)))
+            kv = matmul_rows(x, matrix_rows(weights.attention.q_kv, rank), rounded=True)
             kv = rotate(rms_norm(kv, weights.attention.kv_norm, eps), rope)
             records[self.config.num_hidden_layers + stage] = encode_window(kv)
         return records

@@ -204,6 +204,6 @@ def moe(
 
 
 def _shared_expert(weights: MoeWeights, config: ModelConfig, x: Tensor) -> Tensor:
-    gate, up = round_bf16(matmul_rows(x, weights.shared_up)).chunk(2, dim=-1)
+    gate, up = matmul_rows(x, weights.shared_up, rounded=True).chunk(2, dim=-1)
     a = swiglu_q8(gate, up, config.swiglu_limit)
-    return round_bf16(matmul_rows(a, weights.shared_down))
+    return matmul_rows(a, weights.shared_down, rounded=True)
