@@ -109,7 +109,7 @@ static int hold_of(PyObject *object, PyObject *name, Py_ssize_t itemsize, int fl
     return array == NULL ? -1 : hold(array, itemsize, flags, view);
 }
 
-#define LENGTH(view) ((view).len / (view).itemsize)
+#define LENGTH(view) ((view).shape[0])
 
 static int wrong(const char *text)
 {
