@@ -928,7 +928,10 @@ static int say(Passes *self, PyObject *sequence, Py_ssize_t row, const Place *pl
         return -1;
     if (place->reason != NULL)
         return 0;
-    int plain = SLOT(SLOT(sequence, sampling), logprobs) == Py_None;
+    PyObject *sampling = SLOT(sequence, sampling);
+    if ((PyObject *)Py_TYPE(sampling) != self->sampling)
+        return wrong("a sequence has no Sampling");
+    int plain = SLOT(sampling, logprobs) == Py_None;
     if (plain && SLOT(sequence, scores) != self->no_scores)
         plain = get_truth(sequence, s_plain);
     if (plain > 0) /* it goes on as a row */

@@ -49,8 +49,7 @@ class Load:
         return len(self.blocks) * BLOCK_SIZE
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
+class Sequence(msgspec.Struct, eq=False):
     """One sequence. Numbers that change with every step live in its row of the table."""
 
     key: Key
@@ -68,12 +67,10 @@ class Sequence:
     row: int = -1
     ended: bytes = b""  # int32 ids: the outputs, once it is out of the table
     slot: int = -1
-    blocks: list[int] = field(default_factory=list)
+    blocks: list[int] = []
     known: bool = False  # its worker has it in its slot
     overtaken: int = 0  # how often a later one went first while it waited
-    keys: list[bytes] = field(
-        default_factory=list
-    )  # of its first blocks, as far as they were looked up
+    keys: list[bytes] = []  # of its first blocks, as far as they were looked up
     stored: int = 0  # so many of these blocks are in the KV store, with the state at their end
     common: int = (
         0  # blocks of another prompt's that it shares, where no state is stored: one is worth while
@@ -81,8 +78,8 @@ class Sequence:
     marks: tuple[int, ...] | None = None  # where chunks of its prefill end; None: not decided yet
     load: Load | None = None
     cached: int = 0  # prompt tokens that its first prefill found in the store
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # after the resumed outputs
-    scores: Scores = field(init=False)
+    logprobs: list[TokenLogprobs] = []  # after the resumed outputs
+    scores: Scores = NO_SCORES
     finish: FinishReason | None = None
     code: Code | None = None
     error: str = ""
@@ -90,8 +87,8 @@ class Sequence:
     final_due_ns: int = 0  # when its final is said again
 
     def __post_init__(self) -> None:
-        wanted = self.sampling.prompt_logprobs is not None
-        self.scores = Scores(self.sampling, self.num_prompt) if wanted else NO_SCORES
+        if self.sampling.prompt_logprobs is not None:
+            self.scores = Scores(self.sampling, self.num_prompt)
 
     @property
     def plain(self) -> bool:
