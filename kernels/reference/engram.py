@@ -36,8 +36,17 @@ def gather(codes: Tensor, scales: Tensor, ids: Tensor) -> Tensor:
         codes: e4m3 [rows, dim].
         scales: ue8m0 uint8 [rows, dim/32].
     """
-    here = ids.cpu()
-    return dequant_engram_rows(codes.view(torch.uint8)[here], scales[here]).to(ids.device)
+    return gather_on_host(codes, scales, ids.cpu(), ids.device)
+
+
+def gather_on_host(codes: Tensor, scales: Tensor, ids: Tensor, device: torch.device) -> Tensor:
+    """The same with the ids on the host: the rows travel as they are stored, and are decoded on `device`."""
+
+    def rows(table: Tensor) -> Tensor:
+        # Five times faster than indexing, which reads byte by byte.
+        return table.index_select(0, ids.flatten()).view(*ids.shape, -1).to(device)
+
+    return dequant_engram_rows(rows(codes.view(torch.uint8)), rows(scales))
 
 
 def gate(h: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -63,13 +63,18 @@ class GrowingRope:
         self._freqs, self._device = freqs, device or freqs.device
         self._table = rope_table(freqs, _FIRST_POSITIONS).to(self._device)
 
-    def at(self, positions: Tensor) -> RopeTable:
-        """The rows of these positions (int64 [R], on the CPU)."""
+    def at(self, positions: Tensor, there: Tensor | None = None) -> RopeTable:
+        """The rows of these positions.
+
+        Args:
+            positions: int64 [R], on the CPU.
+            there: the same on the table's device, where they are there already.
+        """
         have = self._table.cos.shape[0]
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > have:
             self._table = rope_table(self._freqs, max(needed, 2 * have)).to(self._device)
-        return self._table.at(positions.to(self._device))
+        return self._table.at(positions.to(self._device) if there is None else there)
 
 
 def rotate(x: Tensor, table: RopeTable) -> Tensor:

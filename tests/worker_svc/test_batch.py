@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from forward_world import TINY
 
-from phalanx.worker_svc.model.batch import SequenceRows, StepBatch, step_rows
+from phalanx.worker_svc.model.batch import (
+    SequenceRows,
+    StepBatch,
+    step_pages,
+    step_rows,
+    step_windows,
+)
 from phalanx.worker_svc.model.config import ModelConfig
 
 CONFIG = ModelConfig.load(TINY)
@@ -26,7 +32,9 @@ def random_sequences(seed: int) -> list[SequenceRows]:
 @pytest.mark.parametrize("seed", range(20))
 def test_geometry(seed: int) -> None:
     sequences = random_sequences(seed)
-    rows = step_rows(StepBatch.of(sequences), CONFIG, RING)
+    batch = StepBatch.of(sequences)
+    rows = step_rows(batch, CONFIG)
+    windows = step_windows(batch, rows, CONFIG, RING)
     assert rows.num_padded % 8 == 0 and 0 <= rows.num_padded - rows.num_rows < 8
     real = [(i, s, s.start + k) for i, s in enumerate(sequences) for k in range(len(s.token_ids))]
     assert rows.num_rows == len(real)
@@ -39,27 +47,28 @@ def test_geometry(seed: int) -> None:
         assert [int(value) for value in at] == [i, position, s.slot]
         for place in range(WINDOW):
             wanted = position - before + place
-            assert rows.window_empty[row, place] == (wanted < 0)
+            assert windows.empty[row, place] == (wanted < 0)
             if wanted < 0:
                 continue
-            entry = int(rows.window[row, place])
+            entry = int(windows.places[row, place])
             if wanted >= s.start:
                 assert entry == len(sequences) * before + first[i] + wanted - s.start
             else:
                 ring = entry - i * before
-                assert 0 <= ring < before and rows.ring_indices[i, ring] == wanted % RING
+                assert 0 <= ring < before and windows.ring_indices[i, ring] == wanted % RING
     for row in range(len(real), rows.num_padded):
-        assert rows.window_empty[row].tolist() == [True] * before + [False]
-        assert rows.window[row, -1] == len(sequences) * before + row
+        assert windows.empty[row].tolist() == [True] * before + [False]
+        assert windows.places[row, -1] == len(sequences) * before + row
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_entries(seed: int) -> None:
     sequences = random_sequences(seed)
-    rows = step_rows(StepBatch.of(sequences), CONFIG, RING)
+    batch = StepBatch.of(sequences)
+    rows = step_rows(batch, CONFIG)
     real = [(i, s, s.start + k) for i, s in enumerate(sequences) for k in range(len(s.token_ids))]
     for ratio, entries in rows.entries.items():
-        size = 128 // ratio
+        size, places = 128 // ratio, step_pages(batch, rows, ratio)
         closing = [row for row, (_, _, position) in enumerate(real) if (position + 1) % ratio == 0]
         assert entries.rows.tolist() == closing
         for n, row in enumerate(closing):
@@ -73,16 +82,16 @@ def test_entries(seed: int) -> None:
         pairs: dict[int, list[int]] = {}
         columns: dict[int, list[int]] = {}
         for row, page, column in zip(
-            entries.pair_rows.tolist(),
-            entries.pair_pages.tolist(),
-            entries.pair_columns.tolist(),
+            places.pair_rows.tolist(),
+            places.pair_pages.tolist(),
+            places.pair_columns.tolist(),
             strict=True,
         ):
-            pairs.setdefault(row, []).append(int(entries.page_blocks[page]))
+            pairs.setdefault(row, []).append(int(places.blocks[page]))
             columns.setdefault(row, []).append(column)
-        for page, column, start, end in entries.spans:
+        for page, column, start, end in places.spans:
             for row in range(start, end):
-                pairs.setdefault(row, []).append(int(entries.page_blocks[page]))
+                pairs.setdefault(row, []).append(int(places.blocks[page]))
                 columns.setdefault(row, []).append(column)
         for row, (_, s, position) in enumerate(real):
             visible = (position + 1) // ratio

@@ -85,20 +85,20 @@ def ring_vectors(step: Step, ring: int) -> Tensor:
     """The window vectors before each sequence's first row, float32 [S * (W - 1), d]."""
     rows = step.rows
     return decode_window(
-        step.pools.rings[rows.slot_ids.unsqueeze(1), ring, rows.ring_indices]
+        step.pools.rings[rows.slot_ids.unsqueeze(1), ring, step.windows.ring_indices]
     ).flatten(0, 1)
 
 
 def _attend(
     step: Step, weights: AttentionWeights, layer: int, queries: Tensor, kv: Tensor
 ) -> Tensor:
-    config, rows = step.config, step.rows
+    config, rows, windows = step.config, step.rows, step.windows
     table = torch.cat((ring_vectors(step, layer), kv))
     owner = config.index_owner(layer)
     out = torch.empty_like(queries)
     for start in range(0, rows.num_padded, ROW_CHUNK):
         part = slice(start, start + ROW_CHUNK)
-        parts = [(table[rows.window[part]], rows.window_empty[part])]
+        parts = [(table[windows.places[part]], windows.empty[part])]
         if owner is not None:
             chosen = step.chosen[owner]
             parts.append((chosen.vectors[chosen.place[part]], chosen.empty[part]))
@@ -153,7 +153,8 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     eps = config.rms_norm_eps
     latent = rms_norm(latent, weights.compressor.norm, eps)
     step.note("latent", layer, latent)
-    rope = step.ropes.yarn_all.at(step.host.entries[entries.ratio].positions)
+    here = step.host.entries[entries.ratio].positions
+    rope = step.ropes.yarn_all.at(here, entries.positions)
     keys = matmul_rows(latent, weights.index_keys.wk, rounded=True)
     keys = rotate(rms_norm(keys, weights.index_keys.norm, eps), rope)
     record = encode_index_key(keys)
@@ -214,13 +215,14 @@ def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
     keys = _page_keys(step, layer)
     scores = torch.full((rows.num_padded, entries.num_columns, entries.num_entries), float("-inf"))
     chunk = max(1, _SCORE_CHUNK // (entries.num_entries * dim))
-    for start in range(0, len(entries.pair_rows), chunk):
+    pages = step.pages(config.ratio(layer))
+    for start in range(0, len(pages.pair_rows), chunk):
         part = slice(start, start + chunk)
-        row = entries.pair_rows[part]
-        scores[row, entries.pair_columns[part]] = entry_scores(
-            queries[row], keys[entries.pair_pages[part]], head_weights[row]
+        row = pages.pair_rows[part]
+        scores[row, pages.pair_columns[part]] = entry_scores(
+            queries[row], keys[pages.pair_pages[part]], head_weights[row]
         )
-    for page, column, first, end in entries.spans:
+    for page, column, first, end in pages.spans:
         shared = keys[page].expand(end - first, -1, -1)
         scores[first:end, column] = entry_scores(
             queries[first:end], shared, head_weights[first:end]
@@ -233,8 +235,8 @@ def _page_keys(step: Step, layer: int) -> Tensor:
     owner = step.config.kv_owner(layer)
     assert owner is not None
     if owner not in step.index_keys:
-        entries = step.rows.entries[step.config.ratio(layer)]
-        step.index_keys[owner] = decode_index_key(step.pools.index_keys[owner][entries.page_blocks])
+        pages = step.pages(step.config.ratio(layer))
+        step.index_keys[owner] = decode_index_key(step.pools.index_keys[owner][pages.blocks])
     return step.index_keys[owner]
 
 

@@ -1,7 +1,8 @@
 """One step's work: prompt chunks, decode rows and verification rows side by side.
 
 `StepBatch` is what the scheduler asks for; `StepRows` is the geometry that follows from it, computed
-once and read by every layer.
+once and read by every layer. `Windows` and `Pages` are what a CPU needs beyond that, which gathers the
+vectors that rows see; a GPU's kernels find them by themselves.
 """
 
 from collections.abc import Sequence
@@ -141,12 +142,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class EntryRows:
-    """Geometry of the compressed entries of one ratio r. M rows complete an entry in this step.
-
-    A *page* is one (sequence, block) with visible entries; `page_blocks` lists them sequence by
-    sequence. Rows meet pages in two forms, for speed alone: sequences with many rows in *spans* of
-    neighbouring rows that see a page, the others in *pairs* of one row and one page, Q in all.
-    """
+    """Geometry of the compressed entries of one ratio r. M rows complete an entry in this step."""
 
     ratio: int
     num_entries: int  # entries per block
@@ -156,12 +152,37 @@ class EntryRows:
     offsets: Tensor  # int64 [M]
     positions: Tensor  # int64 [M]: position of the entry's first token
     visible: Tensor  # int64 [P]: entries that a row may see
-    page_blocks: Tensor  # int64 [pages]
+    num_columns: int  # blocks of the longest sequence that have visible entries
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where rows meet the entries of one ratio: a *page* is one (sequence, block) with visible entries.
+
+    For speed alone there are two forms: sequences with many rows have *spans* of neighbouring rows that
+    see a page, the others *pairs* of one row and one page, Q in all.
+    """
+
+    blocks: Tensor  # int64 [pages], sequence by sequence
     pair_rows: Tensor  # int64 [Q]
-    pair_pages: Tensor  # int64 [Q]: index into page_blocks
+    pair_pages: Tensor  # int64 [Q]: index into `blocks`
     pair_columns: Tensor  # int64 [Q]: which block of the sequence
     spans: list[tuple[int, int, int, int]]  # page, column, first row, end row
-    num_columns: int  # blocks of the longest sequence that have visible entries
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which vectors stand in each row's window of W positions.
+
+    Attributes:
+        ring_indices: int64 [S, W - 1]: the ring entries before each sequence's first row.
+        places: int64 [P, W]: rows of the table (S * (W - 1) ring entries, then P step rows).
+        empty: bool [P, W].
+    """
+
+    ring_indices: Tensor
+    places: Tensor
+    empty: Tensor
 
 
 @dataclass(frozen=True)
@@ -173,11 +194,9 @@ class StepRows:
         seqs, within, positions, slots, token_ids: int64 [P]; `within` counts from the sequence's
             first row of this step.
         slot_ids: int64 [S].
-        ring_indices: int64 [S, W - 1]: the ring entries before each sequence's first row.
-        window: int64 [P, W]: rows of the table (S * (W - 1) ring entries, then P step rows).
-        window_empty: bool [P, W].
         window_from: int64 [P]: windows of rows from this position on start no earlier.
         block_table: int64 [S, max_blocks].
+        logit_rows: int64 [L].
         entries: geometry by ratio.
     """
 
@@ -189,15 +208,13 @@ class StepRows:
     slots: Tensor
     token_ids: Tensor
     slot_ids: Tensor
-    ring_indices: Tensor
-    window: Tensor
-    window_empty: Tensor
     window_from: Tensor
     block_table: Tensor
+    logit_rows: Tensor
     entries: dict[int, EntryRows]
 
 
-def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows:
+def step_rows(batch: StepBatch, config: ModelConfig) -> StepRows:
     """Derive the geometry of a checked batch."""
     num_rows, num_seqs = batch.num_rows, batch.num_seqs
     num_padded = padded(num_rows)
@@ -210,9 +227,6 @@ def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows
     positions[:num_rows] += batch.starts[seqs[:num_rows]]
     tokens = np.zeros(num_padded, np.int64)
     tokens[:num_rows] = batch.token_ids
-    before = config.sliding_window - 1
-    window, empty = _window(batch, seqs, within, positions, before)
-    ring = (batch.starts[:, None] - before + np.arange(before)) % ring_size
     ratios = {config.ratio(layer) for layer in config.kv_source_layer_ids}
     return StepRows(
         num_rows=num_rows,
@@ -223,11 +237,9 @@ def step_rows(batch: StepBatch, config: ModelConfig, ring_size: int) -> StepRows
         slots=torch.from_numpy(batch.slot_ids[seqs]),
         token_ids=torch.from_numpy(tokens),
         slot_ids=torch.from_numpy(batch.slot_ids),
-        ring_indices=torch.from_numpy(ring),
-        window=torch.from_numpy(window),
-        window_empty=torch.from_numpy(empty),
         window_from=torch.from_numpy(_window_from(batch, seqs)),
         block_table=torch.from_numpy(batch.block_table),
+        logit_rows=torch.from_numpy(batch.logit_rows),
         entries={r: _entry_rows(batch, seqs, within, positions, r) for r in sorted(ratios)},
     )
 
@@ -236,27 +248,31 @@ def _window_from(batch: StepBatch, seqs: Int) -> Int:
     return np.zeros_like(seqs) if batch.window_from is None else batch.window_from[seqs]
 
 
-def _window(
-    batch: StepBatch, seqs: Int, within: Int, positions: Int, before: int
-) -> tuple[Int, npt.NDArray[np.bool_]]:
-    """Which vector stands in each window slot: slot i of a row at position t is position t - before + i.
+def step_windows(batch: StepBatch, rows: StepRows, config: ModelConfig, ring_size: int) -> Windows:
+    """Which vector stands in each window slot: slot i of a row at position t is position t - W + 1 + i.
 
     Empty slots hold the row itself: weighed with zero any finite vector does, but a ring may still
     hold a broken one, of a sequence that is gone.
     """
-    num_rows, num_seqs = batch.num_rows, batch.num_seqs
+    num_rows, num_seqs, before = batch.num_rows, batch.num_seqs, config.sliding_window - 1
+    seqs, within, positions = rows.seqs.numpy(), rows.within.numpy(), rows.positions.numpy()
+    indices = (batch.starts[:, None] - before + np.arange(before)) % ring_size
     back = np.arange(-before, 1)
     relative = within[:, None] + back  # to the sequence's first row of this step
-    rows = num_seqs * before + np.arange(len(seqs))[:, None] + back
+    own = num_seqs * before + np.arange(len(seqs))[:, None] + back
     ring = seqs[:, None] * before + before + relative
-    window = np.where(relative >= 0, rows, ring)
+    places = np.where(relative >= 0, own, ring)
     at = positions[:, None] + back
     empty = at < 0
     if batch.window_from is not None and batch.window_from.any():
         first = batch.window_from[seqs, None]
         empty |= (at < first) & (positions[:, None] >= first)
     empty[num_rows:, :-1] = True
-    return np.where(empty, rows[:, -1:], window), empty
+    return Windows(
+        ring_indices=torch.from_numpy(indices),
+        places=torch.from_numpy(np.where(empty, own[:, -1:], places)),
+        empty=torch.from_numpy(empty),
+    )
 
 
 def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio: int) -> EntryRows:
@@ -271,23 +287,7 @@ def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio:
     is_first = within[closing] == 0
     partners = np.where(is_first, seqs[closing], batch.num_seqs + closing - 1)
     at = positions[closing]
-    # Pages: sequences one after the other, each with as many blocks as its last row can see.
     last_visible = visible[batch.cu_seqlens_q[1:] - 1]
-    pages = -(-last_visible // num_entries)
-    first_page = np.cumsum(pages) - pages
-    page_seqs = np.repeat(np.arange(batch.num_seqs), pages)
-    page_columns = np.arange(len(page_seqs)) - first_page[page_seqs]
-    many = batch.seqlens_q >= SPAN_ROWS
-    row_pages = np.where(many[seqs], 0, -(-visible // num_entries))
-    spans = []
-    for seq in np.flatnonzero(many).tolist():
-        rows = slice(batch.cu_seqlens_q[seq], batch.cu_seqlens_q[seq + 1])
-        seen = np.arange(pages[seq]) * num_entries  # entries before each page
-        first = rows.start + np.searchsorted(visible[rows], seen, side="right")
-        for column, row in enumerate(first.tolist()):
-            spans.append((int(first_page[seq]) + column, column, row, int(rows.stop)))
-    pair_rows = np.repeat(np.arange(len(seqs)), row_pages)
-    pair_columns = np.arange(len(pair_rows)) - (np.cumsum(row_pages) - row_pages)[pair_rows]
     return EntryRows(
         ratio=ratio,
         num_entries=num_entries,
@@ -297,10 +297,33 @@ def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio:
         offsets=torch.from_numpy(at % BLOCK_TOKENS // ratio),
         positions=torch.from_numpy(at // ratio * ratio),
         visible=torch.from_numpy(visible),
-        page_blocks=torch.from_numpy(batch.block_table[page_seqs, page_columns]),
+        num_columns=-(-int(last_visible.max(initial=0)) // num_entries),
+    )
+
+
+def step_pages(batch: StepBatch, rows: StepRows, ratio: int) -> Pages:
+    """Sequences one after the other, each with as many pages as its last row can see."""
+    entries, seqs = rows.entries[ratio], rows.seqs.numpy()
+    num_entries, visible = entries.num_entries, entries.visible.numpy()
+    pages = -(-visible[batch.cu_seqlens_q[1:] - 1] // num_entries)
+    first_page = np.cumsum(pages) - pages
+    page_seqs = np.repeat(np.arange(batch.num_seqs), pages)
+    page_columns = np.arange(len(page_seqs)) - first_page[page_seqs]
+    many = batch.seqlens_q >= SPAN_ROWS
+    row_pages = np.where(many[seqs], 0, -(-visible // num_entries))
+    spans = []
+    for seq in np.flatnonzero(many).tolist():
+        part = slice(batch.cu_seqlens_q[seq], batch.cu_seqlens_q[seq + 1])
+        seen = np.arange(pages[seq]) * num_entries  # entries before each page
+        first = part.start + np.searchsorted(visible[part], seen, side="right")
+        for column, row in enumerate(first.tolist()):
+            spans.append((int(first_page[seq]) + column, column, row, int(part.stop)))
+    pair_rows = np.repeat(np.arange(len(seqs)), row_pages)
+    pair_columns = np.arange(len(pair_rows)) - (np.cumsum(row_pages) - row_pages)[pair_rows]
+    return Pages(
+        blocks=torch.from_numpy(batch.block_table[page_seqs, page_columns]),
         pair_rows=torch.from_numpy(pair_rows),
         pair_pages=torch.from_numpy(first_page[seqs[pair_rows]] + pair_columns),
         pair_columns=torch.from_numpy(pair_columns),
         spans=spans,
-        num_columns=int(pages.max(initial=0)),
     )

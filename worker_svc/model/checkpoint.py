@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.matrix import Matrix
-from phalanx.kernels.reference.quant import dequant_engram_rows, dequant_fp4, dequant_fp8_block
+from phalanx.kernels.reference.engram import gather_on_host
+from phalanx.kernels.reference.quant import dequant_fp4, dequant_fp8_block
 from phalanx.kernels.registry import interpreted
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
@@ -163,7 +164,7 @@ class Weights:
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of an Engram table: int64 [...] -> bf16 [..., engram_head_dim]."""
         codes, scales = self.packed(f"layers.{layer}.engram.embed")
-        return dequant_engram_rows(codes.view(torch.uint8)[ids], scales[ids])
+        return gather_on_host(codes, scales, ids, CPU)
 
     def _mapped(self, name: str) -> Tensor:
         spec = self._checkpoint.specs[name]

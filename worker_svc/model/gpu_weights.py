@@ -5,6 +5,7 @@ from torch import Tensor
 
 from phalanx.kernels.matrix import Fp8Matrix, Matrix
 from phalanx.kernels.ops import ExpertPool, expert_pool, gather
+from phalanx.kernels.reference.engram import gather_on_host
 from phalanx.worker_svc.model.checkpoint import Expert, Weights
 from phalanx.worker_svc.model.host_tables import readable_by_gpu
 from phalanx.worker_svc.model.shards import Checkpoint
@@ -47,7 +48,7 @@ class GpuWeights(Weights):
             self._readable[layer] = self.device.type == "cuda" and readable_by_gpu(codes, scales)
         if self._readable[layer]:
             return gather(codes, scales, ids.to(self.device))
-        return super().engram_rows(layer, ids).to(self.device)
+        return gather_on_host(codes, scales, ids, self.device)
 
     def pool(self, layer: int) -> ExpertPool:
         """The slots of a layer's experts."""

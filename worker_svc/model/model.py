@@ -133,16 +133,18 @@ class Model:
         return step
 
     def _step(self, batch: StepBatch, tail: Tail | None, observer: Observer | None) -> Step:
-        host = step_rows(batch, self.config, self.pools.layout.ring_size)
-        yarn = self._yarn_rope
-        ropes = Ropes(self._plain_rope.at(host.positions), yarn.at(host.positions), yarn)
+        host = step_rows(batch, self.config)
+        rows = host if self._device == CPU else moved(host, self._device)
+        at, yarn = (host.positions, rows.positions), self._yarn_rope
+        ropes = Ropes(self._plain_rope.at(*at), yarn.at(*at), yarn)
         keys = torch.from_numpy(batch.copy_keys)[host.seqs] + host.positions * _POSITION_PRIME
         return Step(
             config=self.config,
             num_rows=host.num_rows,
             copy_keys=keys,
             observer=observer,
-            rows=host if self._device == CPU else moved(host, self._device),
+            batch=batch,
+            rows=rows,
             host=host,
             pools=self.pools,
             ropes=ropes,
@@ -162,16 +164,14 @@ class Model:
         stream = Stream(h, pre, [])
         start, depth = self.config.decoder_start, self.config.num_hidden_layers
         self._run(step, stream, range(start if step.tail else depth))
-        logit_rows = batch.logit_rows
         if step.tail is not None:
             decoder = self._step(step.tail.batch, None, observer)
             decoder.entries_stored = True
             self._cross(step, step.tail.rows.to(self._device), stream)
             self._run(decoder, stream, range(start, depth))
-            logit_rows = step.tail.batch.logit_rows
         final = collapse(stream.h, stream.pre)
         step.note("final_hidden", depth, final)
-        logits = self.logits(final[torch.from_numpy(logit_rows).to(self._device)])
+        logits = self.logits(final[decoder.rows.logit_rows])
         if self.drafter is not None and decoder.num_rows > 0:
             decoder.window_records |= self.drafter.context_records(
                 torch.cat(stream.taps, dim=-1), decoder.ropes.plain

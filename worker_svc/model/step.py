@@ -7,14 +7,23 @@ aside: a prompt chunk longer than the ring's slack would overwrite entries that 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.reference.rope import GrowingRope, RopeTable
-from phalanx.worker_svc.model.batch import StepRows
-from phalanx.worker_svc.model.caches import CachePools
+from phalanx.worker_svc.model.batch import (
+    Pages,
+    StepBatch,
+    StepRows,
+    Windows,
+    step_pages,
+    step_windows,
+)
+from phalanx.worker_svc.model.caches import CPU, CachePools
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.truncation import Tail
 
 Observer = Callable[[str, int, Tensor], None]  # name, layer, value
@@ -44,6 +53,17 @@ class Chosen:
     empty: Tensor
 
 
+@dataclass(frozen=True)
+class _Keep:
+    """What a commit writes: int64 each."""
+
+    rows: Tensor  # whose window records are kept
+    slots: Tensor
+    places: Tensor  # in the ring
+    waiting: Tensor  # rows whose token waits for its partner
+    waiting_slots: Tensor
+
+
 @dataclass(kw_only=True)
 class LayerContext:
     """What any stack of layers needs to know of its rows: R real ones, filled up to P.
@@ -70,6 +90,7 @@ class Step(LayerContext):
     """State of one running step of the backbone.
 
     Attributes:
+        batch: what was asked for.
         host: the same geometry on the CPU; `rows` lies where the rows are computed.
         window_records: uint8 [P, record] by ring.
         pending: float32 [P, 2, d] (kv, score) by owner of ratio 2.
@@ -81,6 +102,7 @@ class Step(LayerContext):
         entries_stored: whether this is such a tail, whose owner's entries were stored for all rows.
     """
 
+    batch: StepBatch
     rows: StepRows
     host: StepRows
     pools: CachePools
@@ -93,6 +115,19 @@ class Step(LayerContext):
     candidates: Tensor | None = None
     tail: Tail | None = None
     entries_stored: bool = False
+    _pages: dict[int, Pages] = field(default_factory=dict)
+
+    @cached_property
+    def windows(self) -> Windows:
+        """Which vectors stand in the rows' windows."""
+        ring_size = self.pools.layout.ring_size
+        return step_windows(self.batch, self.host, self.config, ring_size)
+
+    def pages(self, ratio: int) -> Pages:
+        """Where rows meet the entries of a ratio."""
+        if ratio not in self._pages:
+            self._pages[ratio] = step_pages(self.batch, self.host, ratio)
+        return self._pages[ratio]
 
     def rope(self, layer: int) -> RopeTable:
         """The layer's rotary table at the rows."""
@@ -105,7 +140,7 @@ class Step(LayerContext):
             num_accepted: int64 [S], how many rows of each sequence count, from its first; 0 leaves
                 the sequence as it was.
         """
-        rows, device = self.host, self.pools.slots.device
+        rows = self.host
         ring_size = self.pools.layout.ring_size
         real = slice(0, rows.num_rows)
         seqs, within = rows.seqs[real], rows.within[real]
@@ -113,14 +148,16 @@ class Step(LayerContext):
         (kept,) = torch.nonzero(
             (within < accepted) & (within >= accepted - ring_size), as_tuple=True
         )
-        slots, places = rows.slots[kept].to(device), (rows.positions[kept] % ring_size).to(device)
-        kept = kept.to(device)
-        for ring, records in self.window_records.items():
-            self.pools.rings[slots, ring, places] = records[kept]
         # Only a token at an even position waits, and only the last one.
-        waiting = (within == accepted - 1) & (rows.positions[real] % 2 == 0)
-        (kept,) = torch.nonzero(waiting, as_tuple=True)
-        slots, kept = rows.slots[kept].to(device), kept.to(device)
+        waits = (within == accepted - 1) & (rows.positions[real] % 2 == 0)
+        (waiting,) = torch.nonzero(waits, as_tuple=True)
+        keep = _Keep(
+            kept, rows.slots[kept], rows.positions[kept] % ring_size, waiting, rows.slots[waiting]
+        )
+        if self.pools.slots.device != CPU:
+            keep = moved(keep, self.pools.slots.device)
+        for ring, records in self.window_records.items():
+            self.pools.rings[keep.slots, ring, keep.places] = records[keep.rows]
         for owner, pairs in self.pending.items():
             i = self.pools.layout.pair_owners.index(owner)
-            self.pools.pairs[slots, i] = pairs[kept]
+            self.pools.pairs[keep.waiting_slots, i] = pairs[keep.waiting]
