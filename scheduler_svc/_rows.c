@@ -456,7 +456,8 @@ static Py_ssize_t whole_tokens(Passes *self, PyObject *sequence, PyObject *begun
         if (cut)
             return cut < 0 ? -1 : 0;
     }
-    PyObject *request = PyTuple_GET_ITEM(SLOT(sequence, key), 0), *of_request = PyDict_GetItemWithError(waiting_of, request);
+    PyObject *request = PyTuple_GET_ITEM(SLOT(sequence, key), 0);
+    PyObject *of_request = PyDict_GetItemWithError(waiting_of, request);
     int known = PySet_Contains(begun, request);
     if (known < 0 || of_request == NULL)
         return wrong("a waiting sequence is not among those of its request");
@@ -512,7 +513,7 @@ static PyObject *passes_start_whole(Passes *self, PyObject *const *args, Py_ssiz
         return PyErr_NoMemory();
     /* Who starts, before anybody does: what looks at the queues meanwhile finds them as they were. */
     Py_ssize_t used = PyList_GET_SIZE(pool.refs) - 1 - PyList_GET_SIZE(pool.free), needed = 0;
-    for (; count < room; count++) {
+    for (; count < Py_MIN(room, PyList_GET_SIZE(waiting)); count++) {
         tokens[count] = whole_tokens(self, PyList_GET_ITEM(waiting, count), begun, stored, waiting_of,
                                      Py_MIN(left, most));
         if (tokens[count] < 0)
@@ -528,10 +529,10 @@ static PyObject *passes_start_whole(Passes *self, PyObject *const *args, Py_ssiz
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *sequence = PyList_GET_ITEM(waiting, i);
         PyObject *slot = PyList_GET_ITEM(slots, PyList_GET_SIZE(slots) - 1 - i);
+        Py_ssize_t blocks = (tokens[i] + BLOCK_SIZE - 1) / BLOCK_SIZE;
         OWNED *number = PyLong_FromSsize_t(tokens[i]);
         PyObject *fields[] = {sequence, zero, number, Py_True};
-        if (number == NULL
-            || start(self, sequence, slot, (tokens[i] + BLOCK_SIZE - 1) / BLOCK_SIZE, &pool, begun, waiting_of) < 0
+        if (number == NULL || start(self, sequence, slot, blocks, &pool, begun, waiting_of) < 0
             || PyList_Append(prefilling, sequence) < 0
             || push(chunks, PyObject_Vectorcall(self->chunk, fields, 4, NULL)) < 0)
             return NULL;
@@ -1129,8 +1130,8 @@ static PyObject *passes_finish(Passes *self, PyObject *const *args, Py_ssize_t n
     if (decode < 1)
         return decode < 0 ? NULL : Py_NewRef(Py_None);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(ended); i++) {
-        PyObject *one = PyList_GET_ITEM(ended, i), *sequence = PyTuple_GET_ITEM(one, 0);
-        Py_ssize_t row = end(self, one, decoding, decodes.buf, args[2], args[3], args[4]);
+        PyObject *ending = PyList_GET_ITEM(ended, i), *sequence = PyTuple_GET_ITEM(ending, 0);
+        Py_ssize_t row = end(self, ending, decoding, decodes.buf, args[2], args[3], args[4]);
         if (row < 0)
             return NULL;
         int64_t plan = self->at.last_plan[row];
