@@ -16,6 +16,7 @@ class Shape:
     store: bool
     tight: bool  # prompts just below a block border, and a pool too small for what runs
     num_blocks: int
+    uneven: bool  # some ranks have more blocks
     num_slots: int
     config: SchedulerConfig
     step_ns: tuple[int, int]  # of one part of a step, at one rank
@@ -55,6 +56,7 @@ class Shape:
             and not inexact,  # what it keeps is checked by the right stream
             tight=tight,
             num_blocks=6 if tight else rng.choice((6, 8, 12)),
+            uneven=rng.random() < 0.3,
             num_slots=seqs + rng.choice((-1, 0, 1)),
             config=SchedulerConfig(
                 max_num_seqs=seqs,

@@ -78,9 +78,8 @@ class WorkerBody(Body):
         super().__init__(node, child)
         self.seat = child.spec.seat
         shape = node.world.shape
-        self.hash = HashWorker(
-            child.incarnation, shape.num_blocks, shape.num_slots, **node.world.ring
-        )
+        num_blocks = shape.num_blocks + (self.seat % 3) * shape.uneven
+        self.hash = HashWorker(child.incarnation, num_blocks, shape.num_slots, **node.world.ring)
         self.hash.staging = node.staged
         self.generation = 0  # of its arenas: grows with each scheduler
         self.arena = f"kv-{self.seat}-{child.incarnation}"
