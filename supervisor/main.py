@@ -37,7 +37,7 @@ from phalanx.protocol.messages import (
     StatusQuery,
     ToSupervisor,
 )
-from phalanx.protocol.queues import read_queues
+from phalanx.protocol.queues import count_held
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     Action,
@@ -79,7 +79,8 @@ from phalanx.supervisor.weights import WeightsKeeper
 OnEvent = Callable[[Tell], None]
 TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
 _MESSAGES_PER_TURN = 256
-_LATER_NS = 20_000_000  # how long slow actions are put off at most
+_CALM_NS = 200_000_000  # how long the first steps of a new group have the CPUs for themselves
+_LATER_NS = 500_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
 _WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed", "change failed"})
 _DRAIN_S_MAX = 86_400.0
@@ -176,8 +177,9 @@ class Node:
         ] = []  # who asked for the shutdown: peer, call
         self._finished: Finished | None = None
         self._phases_told: set[tuple[str, str]] = set()
-        self._later: list[Spawn | Sweep] = []  # slow, and the group waits for something else
+        self._later: list[Spawn | Sweep] = []  # slow, and streams wait for something else
         self._later_ns = 0
+        self._calm_until_ns = 0
         self._interrupts = 0
         self._injector = Injector(config.fault_injection, random.Random(), self._core.processes)
         self._weights: WeightsKeeper | None = None
@@ -207,7 +209,7 @@ class Node:
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
-                if not self._core.awaits_acks or now_ns - self._later_ns > _LATER_NS:
+                if not self._streams_wait or now_ns - self._later_ns > _LATER_NS:
                     self._do_what_was_put_off()
                 self._handle_events()
             return self._end(self._finished)
@@ -261,8 +263,7 @@ class Node:
         return [self._count(seats)] if seats else []
 
     def _count(self, seats: Collection[int]) -> Stranded:
-        held = read_queues(self._config.node)["requests"]
-        return Stranded(sum(request["slot"] in seats for request in held))
+        return Stranded(count_held(self._config.node, seats))
 
     def _reap(self, child: Child) -> None:
         code = self._watch.remove(child)
@@ -317,8 +318,9 @@ class Node:
                     self._set_epoch(epoch, list(seats))
                 case Publish():
                     self._publish(action)
-                case Spawn() | Sweep() if self._core.awaits_acks:
-                    # Starting a process or freeing memory takes milliseconds; every stream waits.
+                case Spawn() | Sweep() if self._streams_wait:
+                    # Starting a process or freeing memory takes milliseconds, and a process that starts
+                    # takes a CPU for seconds.
                     self._later_ns = self._later_ns if self._later else time.monotonic_ns()
                     self._later.append(action)
                 case Kill(name, incarnation, number):
@@ -345,10 +347,17 @@ class Node:
                 case Finished():
                     self._finished = action
 
+    @property
+    def _streams_wait(self) -> bool:
+        """For the group, which changes, or for its first steps since."""
+        return self._core.awaits_acks or time.monotonic_ns() < self._calm_until_ns
+
     def _set_epoch(self, epoch: int, seats: list[int]) -> None:
         if epoch % 2 == 0:
             failpoint("supervisor.go.before_even")
         self._board.set_epoch(epoch, seats)
+        if epoch % 2 == 0:
+            self._calm_until_ns = time.monotonic_ns() + _CALM_NS
         failpoint("supervisor.go.after_even" if epoch % 2 == 0 else "supervisor.stop.after_odd")
 
     def _publish(self, publish: Publish) -> None:

@@ -11,7 +11,7 @@ from phalanx.protocol.link import bind_router
 from phalanx.supervisor.events import AcksSeen, Event, Observed, PipeClosed
 from phalanx.supervisor.spawn import Child
 
-_SLICE_MS = 1.0  # of waiting on the bell; deaths are looked for between two slices
+_SLICE_MS = 3.0  # of waiting on the bell; deaths are looked for between two slices
 _LOOK_MS = 3  # between two looks at the death marks while a worker computes
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.protocol.placement import Placement, choose_copy, copies
+from phalanx.protocol.placement import LayerSlots, Placement, choose_copy, copies
 from phalanx.worker_svc.exchange import Exchange
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.moe import run_expert_pairs, visit
@@ -67,9 +67,12 @@ class GroupExperts:
 
     def enter_epoch(self, placement: Placement, exchange: Exchange) -> None:
         self._exchange = exchange
-        layers = range(self._weights.config.num_hidden_layers)
-        device = self._weights.device
-        self._tables = [CopyTable.of(placement, layer, device) for layer in layers]
+        # Layers are all alike until loads differ: work out each kind once, everybody waits for this.
+        kinds: dict[LayerSlots, CopyTable] = {}
+        for layer, held in enumerate(placement.physical_to_logical):
+            if held not in kinds:
+                kinds[held] = CopyTable.of(placement, layer, self._weights.device)
+        self._tables = [kinds[held] for held in placement.physical_to_logical]
 
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor

@@ -19,6 +19,7 @@ from phalanx.protocol.queues import (
     Phase,
     QueueTable,
     State,
+    count_held,
     queue_arena_name,
     queue_bytes,
     read_queues,
@@ -158,3 +159,18 @@ def test_a_writer_that_stopped_in_the_middle_is_still_read(node: str) -> None:
     assert rank["waiting"] == 3
     del table
     arena.close()
+
+
+def test_what_some_seats_hold_is_counted(node: str) -> None:
+    held = [make(node, 0, 1), make(node, 1, 1), make(node, 1, 2), make(node, 2, 1)]
+    for number, (_, table) in enumerate(held):
+        table.state[[0, 3, *range(5, 5 + number)]] = State.RUNNING
+        for name, _ in COLUMNS[1:]:
+            getattr(table, name)[:] = 1
+    assert count_held(node, [1]) == 4, "of the latest incarnation"
+    assert count_held(node, {0, 2}) == 2 + 5
+    assert count_held(node, []) == count_held("nobody", [0]) == 0
+    arenas = [arena for arena, _ in held]
+    del held, table
+    for arena in arenas:
+        arena.close()
