@@ -118,5 +118,9 @@ class Outputs:
 
     def _grow(self, least: int) -> None:
         """Make the array at least so long."""
-        while len(self._data) < least:
-            self._data = np.concatenate((self._data, np.zeros_like(self._data)))
+        size = len(self._data)
+        if least > size:
+            # Pages that no row has yet are not touched, and so cost nothing now.
+            more = np.zeros(1 << (least - 1).bit_length(), np.int32)
+            more[:size] = self._data
+            self._data = more
