@@ -17,8 +17,14 @@ from phalanx.worker_svc.model.model import Model
 from phalanx.worker_svc.model.moe import run_expert_pairs
 from phalanx.worker_svc.model.moving import moved
 
-# (sequences, rows of each): decode steps, verification rows, prompts short and long.
-_STEPS = ((1, 1), (8, 1), (40, 1), (100, 1), (4, 6), (1, 17), (1, 120), (2, 600), (1, 4096))
+# (sequences, rows of each): decode steps, verification rows, prompts short and long. Launch settings follow the
+# power of two above the rows, and above the rows that want logits: each is met here.
+_STEPS = (
+    *((count, 1) for count in (1, 8, 24, 48, 100, 200, 400)),
+    *((4, 6), (12, 5), (40, 6)),
+    *((1, length) for length in (17, 60, 120, 250, 500, 1000, 2000, 4096)),
+    (2, 600),
+)
 # Tokens before the first row: kernels over a context know short and long ones.
 _CONTEXTS = (0, 3_000, 40_000)
 
