@@ -89,6 +89,7 @@ def check(
         print(f"step us: {steps(node)}; memory: {read_plans(node.run_dir)}")
         assert len(together) == sum(spec.n for spec in wanted)
         assert {stream[0] for stream in together.values()} == {"length"}
+        assert compiled_late(node) == []
         for place, stream in timed("alone", lambda: run_alone(node, wanted, alone)).items():
             assert stream == together[place], place
         wait_for(node.whole, 60, "every block and slot back")
@@ -99,6 +100,13 @@ def check(
         wait_for(poor.whole, 60, "every block and slot back")
         poor.stop()
     assert again == together
+
+
+def compiled_late(node: Node) -> list[str]:
+    """Kernels that requests had to wait for, as the worker's log tells."""
+    lines = (node.run_dir / "logs" / "worker-0.log").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [r["kernel"] for r in records if r["event"] == "kernel compiled while serving"]
 
 
 def steps(node: Node) -> tuple[int, int]:
