@@ -1,9 +1,9 @@
 /* The passes of a step over the rows of the table, compiled. Pure: no clock, no lock, no input or output.
 
-   Each function does what the Python function of its name does, on the same columns, lists and objects, and
-   leaves them the same: tests/scheduler_svc/test_compiled.py holds both against each other. It is made for
-   what every step has. Where it meets something else it changes nothing and returns None, and the Python one
-   decides. Without a C compiler at installation there is no such module, and everything runs in Python
+   Each method does what a Python function does, which its docstring names, on the same columns, lists and
+   objects, and leaves them the same: tests/scheduler_svc/test_compiled.py holds both against each other. It is
+   made for what every step has. Where it meets something else it changes nothing and returns None, and the
+   Python one decides. Without a C compiler at installation there is no such module, and everything runs in Python
    (compiled.py). */
 
 #define PY_SSIZE_T_CLEAN
@@ -356,7 +356,8 @@ static int release_reversed(Pool *pool, PyObject *blocks)
 PyDoc_STRVAR(take_decoders_doc,
 "take_decoders(rank, rows, budget, max_drafts) -> (rows, drafts, num_rows) | None\n\n"
 "Of `rows` (intp, those that decode) the ones that go on: themselves if all do, else bytes. Drafts are bytes\n"
-"of int32. They have got the blocks that they need. None: there are not enough.");
+"of int32. They have got the blocks that they need: the first try of decode.py's `take_decoders`. None: there\n"
+"are not enough.");
 
 /* Blocks that a row misses for its last draft. */
 static Py_ssize_t missing_blocks(const Passes *self, Py_ssize_t row, int32_t drafts)
@@ -491,7 +492,7 @@ static int start(Passes *self, PyObject *sequence, PyObject *slot, Py_ssize_t ne
 PyDoc_STRVAR(start_whole_doc,
 "start_whole(rank, begun, stored, room, left, most, used_max) -> (chunks, left)\n\n"
 "Starts waiting sequences from the head of the queue, at most `room`, as far as they fit into `left` rows and\n"
-"`most` tokens of new sequences: prefill.py's `_start_whole`.");
+"`most` tokens of new sequences: prefill.py's `_start_heads`.");
 
 static PyObject *passes_start_whole(Passes *self, PyObject *const *args, Py_ssize_t nargs)
 {
@@ -1112,7 +1113,7 @@ static Py_ssize_t end(Passes *self, PyObject *ended, PyObject *decoding, uint8_t
 PyDoc_STRVAR(finish_doc,
 "finish(rank, ended, kept, now_ns, due_ns) -> (fences, over) | None\n\n"
 "Ends sequences that decode. `fences`: [(plan under way, sequences)], neighbours of one plan together;\n"
-"`over`: those that no plan under way contains. None: one of them does not decode.");
+"`over`: those that no plan under way contains: core.py's `_finish_all`. None: one of them does not decode.");
 
 static PyObject *passes_finish(Passes *self, PyObject *const *args, Py_ssize_t nargs)
 {

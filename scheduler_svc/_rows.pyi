@@ -1,4 +1,4 @@
-"""The compiled passes (`_rows.c`): each does what the Python function of its name does."""
+"""The compiled passes; their docstrings are in `_rows.c`."""
 
 from typing import Any
 

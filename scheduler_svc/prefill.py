@@ -135,16 +135,22 @@ class _Taking:
     def _start_whole(self) -> None:
         """The common case at once: the head of the queue, as far as whole prompts fit into the step and are
         shared with nobody. The first that asks for more thought ends it."""
-        rank, stored, begun, whole = self._rank, self._stored, self._begun, self._whole
-        left, most, used, total = self._left, self._room // 4, rank.pool.used, rank.pool.total
-        room = min(self._max_num_seqs - rank.num_running, len(rank.free_slots))
-        used_max, outputs = self._watermark * total, rank.t.output_tokens
-        if rank.table.passes is not None:
-            self._whole, self._left = rank.table.passes.start_whole(
-                rank, begun, stored, room, left, most, used_max
+        rank, passes = self._rank, self._rank.table.passes
+        room, used_max = self._max_num_seqs - rank.num_running, self._watermark * rank.pool.total
+        if passes is None:
+            self._whole, left = self._start_heads(room, used_max)
+        else:
+            self._whole, left = passes.start_whole(
+                rank, self._begun, self._stored, room, self._left, self._room // 4, used_max
             )
-            self._room -= 4 * (left - self._left)
-            return
+        self._room -= 4 * (self._left - left)
+        self._left = left
+
+    def _start_heads(self, room: int, used_max: float) -> tuple[list[Chunk], int]:
+        """Of at most `room` sequences; (their chunks, rows that are left)."""
+        rank, stored, begun, whole = self._rank, self._stored, self._begun, list[Chunk]()
+        left, most, used, total = self._left, self._room // 4, rank.pool.used, rank.pool.total
+        room, outputs = min(room, len(rank.free_slots)), rank.t.output_tokens
         num_blocks: list[int] = []
         for first in rank.waiting[: max(0, room)]:
             count = first.num_prompt + outputs.item(first.row)
@@ -165,7 +171,7 @@ class _Taking:
         if whole:
             rank.start_first(num_blocks)
             begun.update([chunk.sequence.key[0] for chunk in whole])
-            self._left, self._room = left, self._room - 4 * (self._left - left)
+        return whole, left
 
     def _load(self) -> None:
         """Begin to load what is stored: that costs no rows, so it need not wait for them."""

@@ -93,7 +93,9 @@ def _asked(module: str) -> subprocess.CompletedProcess[str]:
 def _scheduler() -> list[dict[str, object]]:
     """Slower passes are no fault: the decisions are the same."""
     answer = _asked("phalanx.scheduler_svc.compiled")
-    return [_check("scheduler", (answer.stdout or answer.stderr).strip(), not answer.returncode)]
+    return [
+        _check("scheduler passes", (answer.stdout or answer.stderr).strip(), not answer.returncode)
+    ]
 
 
 def _numerics() -> list[dict[str, object]]:

@@ -38,9 +38,9 @@ def test_the_same_in_wide_steps(drafts: int, monkeypatch: Patch) -> None:
         course._turn(course._step)
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 24, 8))
 def test_the_same_whatever_comes(first: int) -> None:
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 8):
         try:
             Anything(seed).run(120)
         except Exception as error:
