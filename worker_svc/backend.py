@@ -26,6 +26,7 @@ from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.host_weights import HostWeights
+from phalanx.worker_svc.marks import Marks, event_mark
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
@@ -75,7 +76,8 @@ class ModelBackend:
             raise ConfigError(
                 f"the GPU ran out of memory while loading: {_first_line(error)}"
             ) from error
-        self._experts = GroupExperts(self._weights, self._seat, self._alive)
+        self._marks = Marks(self._alive, event_mark if device.type == "cuda" else None)
+        self._experts = GroupExperts(self._weights, self._seat, self._marks.layer)
         service.progress("allocate caches")
         self._engine = Engine(
             self._weights,
@@ -85,6 +87,7 @@ class ModelBackend:
             service.incarnation,
             json.loads((config.model_path / "config.json").read_text())["eos_token_id"],
             self.fingerprint,
+            self._marks.wait,
         )
         self._shape = Shape(
             config.scheduler.max_num_batched_tokens * self._weights.config.num_experts_per_tok,
@@ -169,10 +172,12 @@ class ModelBackend:
         self._engine.restore(plan)
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._marks.begin()
         with torch.inference_mode():  # a tenth faster than without gradients alone
             return self._engine.run(plan)
 
     def serve(self) -> None:
+        self._marks.begin()
         with torch.inference_mode():
             self._experts.serve()
 

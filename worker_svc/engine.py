@@ -1,6 +1,7 @@
 """One rank's engine: plans in, results out. Knows nothing of processes, rings or epochs."""
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -42,7 +43,9 @@ class Engine:
         incarnation: int,
         eos_token_id: int,
         fingerprint: str,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`settle` is called before the results of a step are read, which a GPU may still be computing."""
         self.layout = CacheLayout(weights.config)
         self._device = weights.device
         self.sizes = sizes = pool_sizes(self.layout, config, weights.device)
@@ -75,6 +78,7 @@ class Engine:
         shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
         self.expert_counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self._incarnation, self._fingerprint, self._eos = incarnation, fingerprint, eos_token_id
+        self._settle = settle
         self._staging: Arena | None = None  # the scheduler's, once something was restored
         self.reset()
 
@@ -198,6 +202,7 @@ class Engine:
         if bool((forced >= 0).any()):
             forced = forced.to(self._device)
             sampled = force_tokens(sampled, pending.logits, forced, settings.num_top_logprobs)
+        self._settle()
         return sampled if self._device == CPU else moved(sampled, CPU)
 
     def _score(self, pending: PendingStep, rows: PlanRows) -> tuple[bytes, ...]:
