@@ -13,7 +13,9 @@
 #include <structmember.h>
 
 /* As in protocol/queues.py and protocol/limits.py; `Passes` refuses to work with others. */
-enum { FREE = 0, RUNNING = 2, ENDING = 3, PREFILL = 3, DECODE = 4, BLOCK_SIZE = 128 };
+enum { FREE, WAITING, RUNNING, ENDING };
+enum { QUEUED, RESUMED, PREEMPTED, PREFILL, DECODE };
+enum { BLOCK_SIZE = 128, REQUEST_ID_BYTES = 16 };
 
 /* ---------------------------------------------------------------- objects */
 
@@ -129,7 +131,9 @@ static int arguments(const char *name, Py_ssize_t given, Py_ssize_t wanted)
 /* ---------------------------------------------------------------- the columns */
 
 #define COLUMNS(X)                                                                                     \
-    X(state, uint8_t) X(phase, uint8_t) X(named, uint8_t) X(output_tokens, int32_t)                    \
+    X(state, uint8_t) X(phase, uint8_t) X(named, uint8_t) X(request_ids, uint8_t) X(index, int32_t)    \
+    X(attempt, int64_t) X(arrival_ns, int64_t) X(prompt_tokens, int32_t) X(end_token, int32_t)         \
+    X(cached_tokens, int32_t) X(preemptions, int32_t) X(output_tokens, int32_t)                        \
     X(max_tokens, int32_t) X(min_tokens, int32_t) X(slot, int32_t) X(blocks, int32_t) X(told, int32_t) \
     X(committed, int32_t) X(planned, int32_t) X(rows_max, int32_t) X(drafted_max, int32_t)             \
     X(last_token, int32_t) X(last_plan, int64_t) X(handle, int64_t) X(base, int64_t) X(room, int32_t)  \
@@ -157,7 +161,10 @@ static const struct {
     X(finished_ns, sequence, "finished_ns") X(final_due_ns, sequence, "final_due_ns")                  \
     X(chunk_of, chunk, "sequence") X(chunk_start, chunk, "start") X(chunk_count, chunk, "count")       \
     X(chunk_samples, chunk, "samples") X(chunk_region, chunk, "region")                                \
-    X(logprobs, sampling, "logprobs")
+    X(arrival_ns, sequence, "arrival_ns") X(resumed, sequence, "resumed")                              \
+    X(max_outputs, sequence, "max_outputs") X(logprobs, sampling, "logprobs")                          \
+    X(min_tokens, sampling, "min_tokens") X(ignore_eos, sampling, "ignore_eos")                        \
+    X(predicted, sampling, "predicted_token_ids")
 #define OFFSET(name, class, attribute) Py_ssize_t name;
 #define FIND(name, class, attribute)                                                                   \
     if ((self->slots.name = slot_offset(self->class, attribute)) < 0)                                  \
@@ -199,6 +206,11 @@ static int is_sequence(const Passes *self, PyObject *object)
     return 0;
 }
 
+static int is_sampling(const Passes *self, PyObject *object)
+{
+    return (PyObject *)Py_TYPE(object) == self->sampling || wrong("a sequence has no Sampling") == 0;
+}
+
 static int bad_row(const Passes *self, Py_ssize_t row)
 {
     if (row >= 0 && row < self->rows)
@@ -237,16 +249,17 @@ static int passes_init(Passes *self, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"columns", "constants", "classes", "no_scores", NULL};
     PyObject *columns, *sequence, *chunk, *sampling, *tokens_item, *token_rows, *new_sequence, *no_scores;
-    int given[6];
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!(iiiiii)(OOOOOO)O", names, &PyDict_Type, &columns,
-                                     &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
-                                     &sequence, &chunk, &sampling, &tokens_item, &token_rows,
+    int given[10];
+    const int ours[10] = {FREE,      WAITING, RUNNING, ENDING,     QUEUED,
+                          RESUMED, PREFILL, DECODE,  BLOCK_SIZE, REQUEST_ID_BYTES};
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!(iiiiiiiiii)(OOOOOO)O", names, &PyDict_Type,
+                                     &columns, &given[0], &given[1], &given[2], &given[3], &given[4],
+                                     &given[5], &given[6], &given[7], &given[8], &given[9], &sequence, &chunk, &sampling, &tokens_item, &token_rows,
                                      &new_sequence, &no_scores))
         return -1;
     if (self->num_held)
         return wrong("the columns are given once");
-    if (given[0] != FREE || given[1] != RUNNING || given[2] != ENDING || given[3] != PREFILL
-        || given[4] != DECODE || given[5] != BLOCK_SIZE)
+    if (memcmp(given, ours, sizeof ours))
         return wrong("the compiled passes know other states, or other blocks");
     while (self->num_held < NUM_COLUMNS) {
         Py_buffer *view = &self->views[self->num_held];
@@ -291,6 +304,51 @@ static void passes_dealloc(Passes *self)
     Py_XDECREF(self->no_scores);
     type->tp_free(self);
     Py_DECREF(type);
+}
+
+/* ---------------------------------------------------------------- a new row */
+
+PyDoc_STRVAR(insert_doc,
+"insert(sequence, end_token, request_id)\n\n"
+"The columns of a sequence that waits in its row from now on: `Table.insert`.");
+
+static PyObject *passes_insert(Passes *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (arguments("insert", nargs, 3) < 0)
+        return NULL;
+    PyObject *sequence = args[0], *request_id = args[2];
+    Py_ssize_t row = row_of(self, sequence);
+    if (row < 0)
+        return NULL;
+    PyObject *sampling = SLOT(sequence, sampling), *resumed = SLOT(sequence, resumed);
+    if (!is_sampling(self, sampling))
+        return NULL;
+    if (!PyBytes_Check(request_id) || PyBytes_GET_SIZE(request_id) != REQUEST_ID_BYTES || !PyBytes_Check(resumed)
+        || !PyTuple_Check(SLOT(sampling, predicted)))
+        return wrong("ids are bytes, predicted outputs a tuple"), NULL;
+    int64_t end_token = PyLong_AsLongLong(args[1]), most = PyLong_AsLongLong(SLOT(sequence, max_outputs));
+    int64_t least = PyLong_AsLongLong(SLOT(sampling, min_tokens));
+    int64_t prompt = PyLong_AsLongLong(SLOT(sequence, num_prompt)), rows_max = prompt + most - 1;
+    int64_t predicted = prompt + PyTuple_GET_SIZE(SLOT(sampling, predicted));
+    memcpy(&self->at.request_ids[row * REQUEST_ID_BYTES], BYTES(request_id), REQUEST_ID_BYTES);
+    self->at.index[row] = (int32_t)PyLong_AsLong(PyTuple_GET_ITEM(SLOT(sequence, key), 1));
+    self->at.attempt[row] = PyLong_AsLongLong(SLOT(sequence, attempt));
+    self->at.arrival_ns[row] = PyLong_AsLongLong(SLOT(sequence, arrival_ns));
+    self->at.handle[row] = PyLong_AsLongLong(SLOT(sequence, handle));
+    self->at.prompt_tokens[row] = (int32_t)prompt;
+    self->at.output_tokens[row] = (int32_t)(PyBytes_GET_SIZE(resumed) / 4);
+    self->at.max_tokens[row] = (int32_t)most;
+    self->at.min_tokens[row] = (int32_t)Py_MIN(least, most + 1);
+    self->at.end_token[row] = SLOT(sampling, ignore_eos) == Py_True ? -1 : (int32_t)end_token;
+    self->at.rows_max[row] = (int32_t)rows_max;
+    self->at.drafted_max[row] = (int32_t)(Py_MIN(predicted, rows_max) - 1);
+    self->at.slot[row] = -1;
+    self->at.cached_tokens[row] = self->at.preemptions[row] = self->at.blocks[row] = 0;
+    self->at.told[row] = self->at.committed[row] = self->at.planned[row] = self->at.last_token[row] = 0;
+    self->at.last_plan[row] = self->at.named[row] = 0;
+    self->at.phase[row] = PyBytes_GET_SIZE(resumed) ? RESUMED : QUEUED;
+    self->at.state[row] = WAITING;
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /* ---------------------------------------------------------------- blocks */
@@ -931,8 +989,8 @@ static int say(Passes *self, PyObject *sequence, Py_ssize_t row, const Place *pl
     if (place->reason != NULL)
         return 0;
     PyObject *sampling = SLOT(sequence, sampling);
-    if ((PyObject *)Py_TYPE(sampling) != self->sampling)
-        return wrong("a sequence has no Sampling");
+    if (!is_sampling(self, sampling))
+        return -1;
     int plain = SLOT(sampling, logprobs) == Py_None;
     if (plain && SLOT(sequence, scores) != self->no_scores)
         plain = get_truth(sequence, s_plain);
@@ -1244,7 +1302,7 @@ static PyObject *passes_remove(Passes *self, PyObject *const *args, Py_ssize_t n
 /* ---------------------------------------------------------------- the module */
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))passes_##name, METH_FASTCALL, name##_doc}
-static PyMethodDef methods[] = {METHOD(take_decoders), METHOD(start_whole), METHOD(plan), METHOD(to_decode),
+static PyMethodDef methods[] = {METHOD(insert), METHOD(take_decoders), METHOD(start_whole), METHOD(plan), METHOD(to_decode),
                                 METHOD(commit), METHOD(finish), METHOD(free), METHOD(remove), {0}};
 static PyType_Slot slots[] = {{Py_tp_new, PyType_GenericNew}, {Py_tp_init, passes_init},
                               {Py_tp_dealloc, passes_dealloc}, {Py_tp_methods, methods},

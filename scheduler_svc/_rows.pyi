@@ -16,7 +16,7 @@ class Passes:
     def __init__(
         self,
         columns: dict[str, Any],
-        constants: tuple[int, int, int, int, int, int],
+        constants: tuple[int, int, int, int, int, int, int, int, int, int],
         classes: tuple[
             type[Sequence],
             type[Chunk],
@@ -27,6 +27,7 @@ class Passes:
         ],
         no_scores: Scores,
     ) -> None: ...
+    def insert(self, sequence: Sequence, end_token: int, request_id: bytes, /) -> None: ...
     def take_decoders(
         self, rank: Rank, rows: Rows, budget: int, max_drafts: int, /
     ) -> tuple[Rows | bytes, bytes, int] | None: ...

@@ -7,7 +7,7 @@ import numpy as np
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.limits import N_MAX, STOP_IDS_MAX
-from phalanx.protocol.messages import Submit
+from phalanx.protocol.messages import Sampling, Submit
 from phalanx.protocol.queues import REQUEST_ID_BYTES
 from phalanx.protocol.steps import WorkerHello
 from phalanx.scheduler_svc.blocks import blocks_for
@@ -109,21 +109,33 @@ def _check_ids(submit: Submit, vocab_size: int) -> None:
         )
     _check_packed(submit.prompt, vocab_size)
     _check_packed(submit.outputs, vocab_size)
-    for name, ids in (
-        ("stop", sampling.stop_token_ids),
-        ("logit_bias", sampling.logit_bias),
-        ("blocked", sampling.blocked_token_ids),
-        ("predicted", sampling.predicted_token_ids),
-        ("forced", sampling.forced_token_ids),
-    ):
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            raise _outside(name, ids, vocab_size)
+    ids = (
+        *sampling.stop_token_ids,
+        *sampling.logit_bias,
+        *sampling.blocked_token_ids,
+        *sampling.predicted_token_ids,
+        *sampling.forced_token_ids,
+    )
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        raise _wrong_id(sampling, vocab_size)
 
 
 def _check_packed(ids: bytes, vocab_size: int) -> None:
     # Read as unsigned, a negative id is a very large one.
     if ids and np.maximum.reduce(np.frombuffer(ids, np.uint32)) >= vocab_size:
         raise _outside("token", np.frombuffer(ids, np.int32).tolist(), vocab_size)
+
+
+def _wrong_id(sampling: Sampling, vocab_size: int) -> Refused:
+    for name, ids in (
+        ("stop", sampling.stop_token_ids),
+        ("logit_bias", sampling.logit_bias),
+        ("blocked", sampling.blocked_token_ids),
+        ("predicted", sampling.predicted_token_ids),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            return _outside(name, ids, vocab_size)
+    return _outside("forced", sampling.forced_token_ids, vocab_size)
 
 
 def _outside(name: str, ids: Iterable[int], vocab_size: int) -> Refused:

@@ -17,7 +17,7 @@ from phalanx.protocol.messages import (
     TokenRows,
     TokensItem,
 )
-from phalanx.protocol.queues import Phase, QueueTable, State
+from phalanx.protocol.queues import REQUEST_ID_BYTES, Phase, QueueTable, State
 from phalanx.protocol.steps import NewSequence
 from phalanx.scheduler_svc.compiled import ROWS
 from phalanx.scheduler_svc.outputs import Int32, Outputs
@@ -213,12 +213,27 @@ def sequence_of(
     )
 
 
+# The compiled passes know them, too.
+_CONSTANTS = (
+    FREE,
+    WAITING,
+    RUNNING,
+    ENDING,
+    QUEUED,
+    RESUMED,
+    PREFILL,
+    DECODE,
+    BLOCK_SIZE,
+    REQUEST_ID_BYTES,
+)
+
+
 def _passes(columns: QueueTable, outputs: Outputs) -> Optional["Passes"]:
     if ROWS is None:
         return None
     passes: Passes = ROWS.Passes(
         {**vars(columns), **outputs.columns},
-        (FREE, RUNNING, ENDING, PREFILL, DECODE, BLOCK_SIZE),
+        _CONSTANTS,
         (Sequence, Chunk, Sampling, TokensItem, TokenRows, NewSequence),
         NO_SCORES,
     )
@@ -253,6 +268,9 @@ class Table:
         sequence.table, sequence.row = self, row
         self.by_row[row] = sequence
         t, (request_id, index) = self.columns, sequence.key
+        if self.passes is not None:
+            self.passes.insert(sequence, end_token, bytes.fromhex(request_id))
+            return
         t.request_ids[row] = np.frombuffer(bytes.fromhex(request_id), np.uint8)
         t.index[row], t.attempt[row] = index, sequence.attempt
         t.arrival_ns[row] = sequence.arrival_ns
