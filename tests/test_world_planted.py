@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from phalanx.protocol.messages import Attach, ClientMessage, DecodedItem, TokensItem
+from phalanx.protocol.messages import Attach, ClientMessage, DecodedItem, Final, TokensItem
 from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.protocol.topology import Seat as SeatOfTopology
 from phalanx.scheduler_svc import core as scheduler_core
@@ -363,7 +363,7 @@ def the_log_is_not_read(patch: Patch) -> None:
     patch.setattr(Stream, "recover", recover)
 
 
-@planted(seeds=80, first=40)
+@planted(seeds=80)
 def the_log_is_told_beyond_a_stop_string(patch: Patch) -> None:
     """It holds what a rank made before it was told to stop; only the text says where the end is."""
 
@@ -376,6 +376,16 @@ def the_log_is_told_beyond_a_stop_string(patch: Patch) -> None:
 
     right = Stream.show
     patch.setattr(Stream, "show", show)
+
+
+@planted(seeds=60)
+def what_is_made_again_ends_anew(patch: Patch) -> None:
+    """Not as it ended before, for whoever reads it again."""
+
+    def come_to(self: Stream, recorded: Final) -> None:
+        self.finish(End("length"), recorded.offset)
+
+    patch.setattr(Stream, "_come_to", come_to)
 
 
 @planted(seeds=20)

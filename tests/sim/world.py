@@ -29,7 +29,10 @@ from phalanx.protocol.messages import (
     Delta,
     Final,
     PromptLogprobs,
+    Replay,
+    Replayed,
 )
+from phalanx.services.client_core import Question
 from phalanx.services.client_flow import Begun, Received
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Entry, Produced
@@ -69,6 +72,7 @@ class World:
         self.shut_down = False  # some life ended cleanly, so its open requests ended with it
         self.clients = [SimClient(self, number) for number in range(self.shape.clients)]
         self.readings: list[Reading] = []
+        self.replays: list[tuple[SimClient, Question]] = []
         self.told: dict[tuple[bytes, str], list[bool]] = {}
         self.asks: dict[str, Ask] = {}  # by request id
         self.keys: dict[str, Ask] = {}  # by the key that their client drew
@@ -240,7 +244,8 @@ class World:
         heir.flush()
 
     def _read_again(self) -> None:
-        """Somebody wants to read from its start what has ended, perhaps in an earlier life."""
+        """Somebody wants to read from its start what has ended, perhaps in an earlier life, or to have it
+        run again and compared."""
         open_ones = {r.flow.request_id for r in self.readings if not r.flow.done}
         ended = [
             r
@@ -251,8 +256,13 @@ class World:
         if ended and living:
             ask, request_id = (old := self.rng.choice(ended)).ask, old.flow.request_id
             client = self.rng.choice(living)
-            flow = client.core.attach(request_id, (), self.now_ns, None)
-            self.readings.append(Reading(ask, client, flow))
+            if self.rng.random() < 0.7:
+                flow = client.core.attach(request_id, (), self.now_ns, None)
+                self.readings.append(Reading(ask, client, flow))
+            else:
+                seat = self.rng.choice((-1, -1, 0, 1))
+                question = client.core.ask(lambda call: Replay(call, request_id, seat), self.now_ns)
+                self.replays.append((client, question))
             client.flush()
 
     def keyed_at(self, key: bytes) -> Any:
@@ -298,10 +308,21 @@ class World:
             flow = reading.flow
             node.require(flow.done, f"waits for ever: {flow.request_id} {reading.ask.spec}")
             reading.check(self)
+        for client, question in self.replays:
+            self._check_replay(client, question)
         assert self._living_node() is node
         node.checks.drained()
         self._end(node)
         return self
+
+    def _check_replay(self, client: SimClient, question: Question) -> None:
+        """It was equal, if it came to its end at all."""
+        assert client.dead or question.reply is not None, f"never answered: {question.message}"
+        early = self.shape.config.preempt == "stop"  # where memory may end it
+        if isinstance(question.reply, Replayed) and not self.shape.inexact and not early:
+            for one in question.reply.sequences:
+                same = one.difference is None or one.difference.what == "error"
+                assert same, f"a replay differs: {question.reply}"
 
     def _advance(self, most_ns: int, done: Callable[[], bool]) -> None:
         end_ns = self.now_ns + most_ns
@@ -338,6 +359,8 @@ class World:
         if node is None or node.gone or len(self.keys) < self.shape.requests:
             return False
         if not all(reading.flow.done for reading in self.readings) or node.gateway is None:
+            return False
+        if any(question.reply is None and not client.dead for client, question in self.replays):
             return False
         return not what_is_left(node.gateway) and all(
             not scheduler.core.sequences

@@ -85,6 +85,7 @@ def what_is_left(body: "GatewayBody") -> str:
         "sequences to recover": gateway._recovering,
         "open sequences": admission.sequences or admission.nbytes,
         "abort calls": gateway._abort_calls,
+        "replays": not gateway._replays.idle,
         "streams at seats": any(seat.streams or seat.handles for seat in seats),
         "aborts to repeat": placement._aborts or placement._aborting,
         "unanswered submits": placement._calls,

@@ -100,6 +100,7 @@ class GatewayBody(Body):
             keep_undelivered_s=600,
             seat_capacity=capacity,
             draw=node.rng.getrandbits,
+            scrub_every_s=world.shape.scrub_every_s,
             logged=world.shape.logged,
         )
         self.core = world.make_gateway(settings, world.disk.recovered(), self.now_ns)
@@ -146,6 +147,9 @@ class GatewayBody(Body):
         if ops:
             self.journal.submit(number, ops)
         self.core.deliver(self._send_client, self.now_ns)
+        if (report := self.core.take_scrub_report()) is not None:
+            found = report.scrubbed.findings
+            self.node.require(not found, f"the scrubber doubts ranks that are well: {found}")
 
     def _send_client(self, identity: bytes, message: ClientReply) -> bool:
         return self.world.to_client(self, identity, message)

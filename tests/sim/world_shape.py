@@ -16,6 +16,7 @@ class Shape:
     store: bool
     tight: bool  # prompts just below a block border, and a pool too small for what runs
     num_blocks: int
+    scrub_every_s: float
     uneven: bool  # some ranks have more blocks
     num_slots: int
     config: SchedulerConfig
@@ -56,6 +57,7 @@ class Shape:
             and not inexact,  # what it keeps is checked by the right stream
             tight=tight,
             num_blocks=6 if tight else rng.choice((6, 8, 12)),
+            scrub_every_s=rng.choice((0.0, 0.0, 0.4)),
             uneven=rng.random() < 0.3,
             num_slots=seqs + rng.choice((-1, 0, 1)),
             config=SchedulerConfig(
