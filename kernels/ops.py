@@ -20,6 +20,7 @@ from phalanx.kernels.reference import (
     rope,
     router,
     rows,
+    stores,
 )
 from phalanx.kernels.reference import linear as products
 from phalanx.kernels.reference import sample as sampler
@@ -68,26 +69,36 @@ mean_copies = Operation("tap", hyper.mean_copies, "hyper:mean_copies")
 collapse_norm = Operation(
     "mHC collapse and RMSNorm", hyper.collapse_norm, "sublayers:collapse_norm"
 )
+expand_collapse_norm = Operation(
+    "mHC expand, collapse and RMSNorm", hyper.expand_collapse_norm, "sublayers:expand_collapse_norm"
+)
 rms_norm = Operation("RMSNorm", rows.rms_norm, "rows:rms_norm")
-rms_norm_q8 = Operation("RMSNorm and Q8", rows.rms_norm_q8, "rows:rms_norm_q8")
 rotate = Operation("RoPE", rope.rotate, "rows:rotate")
 swiglu = Operation("SwiGLU", activation.swiglu, "rows:swiglu")
 swiglu_q8 = Operation("SwiGLU and Q8", activation.swiglu_q8, "rows:swiglu_q8")
 add_picks = Operation("sum of experts", experts.add_picks, "rows:add_picks")
 route = Operation("gate", router.route, "router:route")
-engram_gate = Operation("Engram gate", engram.gate, "engram:gate")
 gather = Operation("Engram gather", engram.gather, "engram:gather", place=2)
-add_value = Operation("Engram value", engram.add_value, "engram:add_value")
+gate_add_value = Operation("Engram gate and value", engram.gate_add_value, "engram:gate_add_value")
+hash_rows = Operation("Engram hash", engram.hash_rows, "engram:hash_rows")
+
+latent_and_window = Operation(
+    "latent and window record", stores.latent_and_window, "stores:latent_and_window"
+)
+window_records = Operation("window records", stores.window_records, "stores:window_records")
+store_compressed = Operation("stored entries", stores.store_compressed, "stores:store_compressed")
+store_index_keys = Operation(
+    "stored index keys", stores.store_index_keys, "stores:store_index_keys"
+)
+store_window = Operation("kept windows", stores.store_window, "stores:store_window", place=1)
+store_pairs = Operation("kept pairs", stores.store_pairs, "stores:store_pairs", place=1)
 
 q8_roundtrip = Operation("Q8", quant.q8_roundtrip, "quant:q8_roundtrip")
 qf4_idx_roundtrip = Operation(
     "QF4 of index queries", quant.qf4_idx_roundtrip, "quant:qf4_idx_roundtrip"
 )
-encode_window = Operation("window record", quant.encode_window, "quant:encode_window")
 decode_window = Operation("window vector", quant.decode_window, "quant:decode_window")
-encode_compressed = Operation("entry record", quant.encode_compressed, "quant:encode_compressed")
 decode_compressed = Operation("entry vector", quant.decode_compressed, "quant:decode_compressed")
-encode_index_key = Operation("index key record", quant.encode_index_key, "quant:encode_index_key")
 decode_index_key = Operation("index key", quant.decode_index_key, "quant:decode_index_key")
 
 sample = Operation("sampler", sampler.sample, "sample:sample")

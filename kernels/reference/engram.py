@@ -62,6 +62,14 @@ def gate(h: Tensor, key: Tensor, weight: Tensor, eps: float) -> Tensor:
     return lanewise(torch.sigmoid, dot.sign() * dot.abs().clamp(min=1e-6).sqrt())
 
 
+def gate_add_value(
+    h: Tensor, key: Tensor, value: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The stream with the value in it, and the gates: `gate`, then `add_value`."""
+    gates = gate(h, key, weight, eps)
+    return add_value(h, gates, value), gates
+
+
 def add_value(h: Tensor, gates: Tensor, value: Tensor) -> Tensor:
     """h_c + g_c * value, bf16 values: h [R, n, D], gates [R, n], value [R, D]."""
     return round_bf16(h + gates.unsqueeze(-1) * value.unsqueeze(1))

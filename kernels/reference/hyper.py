@@ -124,6 +124,14 @@ def expand(y: Tensor, h: Tensor, mixed: Mix) -> Tensor:
     return round_bf16((mixed.post.unsqueeze(-1) * y.unsqueeze(1)).add_(copies))
 
 
+def expand_collapse_norm(
+    y: Tensor, h: Tensor, mixed: Mix, pre: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """From one sublayer's result to the next one's input: `expand`, and `collapse_norm` of that."""
+    h = expand(y, h, mixed)
+    return h, collapse_norm(h, pre, norm_weight, eps)
+
+
 def mean_copies(h: Tensor) -> Tensor:
     """Plain mean of the copies, bf16 values [R, D]: what the draft model reads."""
     return round_bf16(_sum_copies(h) / h.shape[1])

@@ -199,79 +199,42 @@ def _gate_kernel(
     root,
     COPIES: tl.constexpr,
     DIM: tl.constexpr,
-    GATE: tl.constexpr,
-    ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row, copy = tl.program_id(0).to(tl.int64), tl.program_id(1)
     h_ptr += (row * COPIES + copy) * DIM
-    if GATE:
-        key_ptr += row * key_stride + copy * key_copy
-        weight_ptr += copy * DIM
-        dots = tl.zeros((BLOCK,), tl.float32)
-        squares = tl.zeros((BLOCK,), tl.float32)
-        key_squares = tl.zeros((BLOCK,), tl.float32)
-        for start in tl.range(0, DIM, BLOCK, num_stages=STAGES):
-            column = start + tl.arange(0, BLOCK)
-            mask = column < DIM
-            h = tl.load(h_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            key = tl.load(key_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            dots += h * weight * key
-            squares += h * h
-            key_squares += key * key
-        mean = tl.math.div_rn(tl.sum(squares, axis=0), DIM * 1.0)
-        key_mean = tl.math.div_rn(tl.sum(key_squares, axis=0), DIM * 1.0)
-        scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
-        scale = scale * tl.math.div_rn(1.0, tl.math.sqrt_rn(key_mean + eps))
-        dot = tl.sum(dots, axis=0) * scale * root
-        size = tl.math.sqrt_rn(tl.maximum(tl.abs(dot), 1e-6))
-        size = tl.where(dot > 0.0, size, tl.where(dot < 0.0, -size, 0.0))
-        gate = 1.0 / (1.0 + tl.exp(-size))
-        tl.store(gates_ptr + row * COPIES + copy, gate)
-    else:
-        gate = tl.load(gates_ptr + row * COPIES + copy)
-    if ADD:
-        value_ptr += row * value_stride
-        out_ptr += (row * COPIES + copy) * DIM
-        for start in tl.range(0, DIM, BLOCK, num_stages=STAGES):
-            column = start + tl.arange(0, BLOCK)
-            mask = column < DIM
-            h = tl.load(h_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            value = tl.load(value_ptr + column, mask=mask, other=0.0).to(tl.float32)
-            tl.store(out_ptr + column, formats.round_bf16(h + gate * value), mask=mask)
-
-
-def gate(
-    h: Tensor, key: Tensor, weight: Tensor, eps: float, *, settings: Config | None = None
-) -> Tensor:
-    """How much of the n-gram's value each copy takes: float32 [R, n], in (0, 1).
-
-    Args:
-        h: bf16 values, contiguous [R, n, D].
-        key: bf16 values [R, n, D], the last dimension contiguous.
-        weight: float32 or bf16, contiguous [n, D], the product of the stored weights.
-
-    The three sums run in another order than the reference's: a gate is within 2^-12 of it where the
-    dot product nearly cancels (its root is steep there), within 2^-18 elsewhere.
-    """
-    gates = torch.empty(h.shape[:2], dtype=torch.float32, device=h.device)
-    _gate(h, key, weight, None, gates, None, eps, settings)
-    return gates
-
-
-def add_value(h: Tensor, gates: Tensor, value: Tensor, *, settings: Config | None = None) -> Tensor:
-    """h_c + g_c * value, bf16 values of h's dtype, the reference's bits.
-
-    Args:
-        h: bf16 values, contiguous [R, n, D].
-        gates: float32, contiguous [R, n].
-        value: bf16 values [R, D], the last dimension contiguous.
-    """
-    out = torch.empty_like(h)
-    _gate(h, None, None, value, gates, out, 0.0, settings)
-    return out
+    key_ptr += row * key_stride + copy * key_copy
+    weight_ptr += copy * DIM
+    dots = tl.zeros((BLOCK,), tl.float32)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    key_squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, DIM, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < DIM
+        h = tl.load(h_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        key = tl.load(key_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        dots += h * weight * key
+        squares += h * h
+        key_squares += key * key
+    mean = tl.math.div_rn(tl.sum(squares, axis=0), DIM * 1.0)
+    key_mean = tl.math.div_rn(tl.sum(key_squares, axis=0), DIM * 1.0)
+    scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(mean + eps))
+    scale = scale * tl.math.div_rn(1.0, tl.math.sqrt_rn(key_mean + eps))
+    dot = tl.sum(dots, axis=0) * scale * root
+    size = tl.math.sqrt_rn(tl.maximum(tl.abs(dot), 1e-6))
+    size = tl.where(dot > 0.0, size, tl.where(dot < 0.0, -size, 0.0))
+    gate = 1.0 / (1.0 + tl.exp(-size))
+    tl.store(gates_ptr + row * COPIES + copy, gate)
+    value_ptr += row * value_stride
+    out_ptr += (row * COPIES + copy) * DIM
+    for start in tl.range(0, DIM, BLOCK, num_stages=STAGES):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < DIM
+        h = tl.load(h_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(value_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + column, formats.round_bf16(h + gate * value), mask=mask)
 
 
 def gate_add_value(
@@ -283,49 +246,45 @@ def gate_add_value(
     *,
     settings: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gate`, then `add_value`, to their bits in one launch: the stream and the gates."""
-    gates = torch.empty(h.shape[:2], dtype=torch.float32, device=h.device)
-    out = torch.empty_like(h)
-    _gate(h, key, weight, value, gates, out, eps, settings)
-    return out, gates
+    """Each copy with as much of the n-gram's value as its gate lets in, and the gates.
 
+    Args:
+        h: bf16 values, contiguous [R, n, D].
+        key: bf16 values [R, n, D], the last dimension contiguous.
+        value: bf16 values [R, D], the last dimension contiguous.
+        weight: float32 or bf16, contiguous [n, D], the product of the stored weights.
 
-def _gate(
-    h: Tensor,
-    key: Tensor | None,
-    weight: Tensor | None,
-    value: Tensor | None,
-    gates: Tensor,
-    out: Tensor | None,
-    eps: float,
-    settings: Config | None,
-) -> None:
+    Returns:
+        The stream, bf16 values of h's dtype, from equal gates the reference's bits; and the gates
+        float32 [R, n], in (0, 1). Their three sums run in another order than the reference's: a gate
+        is within 2^-12 of it where the dot product nearly cancels (its root is steep there), within
+        2^-18 elsewhere.
+    """
     num_rows, copies, dim = h.shape
-    assert h.is_contiguous() and gates.is_contiguous()
-    assert key is None or key.stride(2) == 1
-    assert weight is None or weight.is_contiguous()
-    assert value is None or value.stride(1) == 1
+    assert h.is_contiguous() and weight.is_contiguous()
+    assert key.stride(2) == 1 and value.stride(1) == 1
+    gates = torch.empty((num_rows, copies), dtype=torch.float32, device=h.device)
+    out = torch.empty_like(h)
     if num_rows == 0:
-        return
+        return out, gates
     chosen = settings or config("engram_gate", str(dim), _GATE)
     _gate_kernel[(num_rows, copies)](
         h,
-        h if key is None else key,
-        h if weight is None else weight,
-        h if value is None else value,
+        key,
+        weight,
+        value,
         gates,
-        h if out is None else out,
-        0 if key is None else key.stride(0),
-        0 if key is None else key.stride(1),
-        0 if value is None else value.stride(0),
+        out,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
         eps,
         dim**-0.5,
         COPIES=copies,
         DIM=dim,
-        GATE=key is not None,
-        ADD=value is not None,
         BLOCK=min(chosen["BLOCK"], triton.next_power_of_2(dim)),
         STAGES=chosen["num_stages"],
         num_warps=chosen["num_warps"],
         **NO_FMA,
     )
+    return out, gates

@@ -7,6 +7,7 @@ addressed with 64 bits. A negative block, or a row that is not kept, stores noth
 captured graph's rows leaves the pools alone.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -366,31 +367,30 @@ def _keep_kernel(
 
 
 def store_window(
-    records: Tensor, rings: Tensor, slots: Tensor, places: Tensor, keep: Tensor
+    records: Sequence[Tensor], rings: Tensor, slots: Tensor, places: Tensor, keep: Tensor
 ) -> None:
-    """rings[slots[r], l, places[r]] = records[l, r] for every layer l and every row r that is kept.
+    """rings[slots[r], l, places[r]] = records[l][r] for every layer l and every row r that is kept.
 
     Args:
-        records: uint8, contiguous [L, R, record].
+        records: uint8 [R, record] by layer.
         rings: uint8 [num_slots, L, ring_size, record], records contiguous, slots strided; a part of
             the rings is a view `rings[:, first:end]`.
         slots, places: int64 or int32 [R]; no two kept rows may share a place.
         keep: bool [R].
     """
-    assert records.shape[0] == rings.shape[1] and records.shape[2] == rings.shape[3]
-    _keep(records, rings, slots, places, keep)
+    _keep(torch.stack(tuple(records)), rings, slots, places, keep)
 
 
-def store_pairs(pairs: Tensor, pool: Tensor, slots: Tensor, keep: Tensor) -> None:
-    """pool[slots[r], l] = pairs[l, r] for every owner l and every row r that is kept.
+def store_pairs(pairs: Sequence[Tensor], pool: Tensor, slots: Tensor, keep: Tensor) -> None:
+    """pool[slots[r], l] = pairs[l][r] for every owner l and every row r that is kept.
 
     Args:
-        pairs: float32, contiguous [L, R, 2, d]: kv and score of tokens that wait for their partners.
+        pairs: float32 [R, 2, d] by owner: kv and score of tokens that wait for their partners.
         pool: float32 [num_slots, L, 2, d], slots strided.
         slots, keep: as for `store_window`.
     """
-    assert pairs.shape[0] == pool.shape[1] and pairs.shape[2:] == pool.shape[2:]
-    _keep(pairs.flatten(2), pool.flatten(2).unsqueeze(2), slots, slots, keep, place_stride=0)
+    rows = torch.stack(tuple(pairs)).flatten(2)
+    _keep(rows, pool.flatten(2).unsqueeze(2), slots, slots, keep, place_stride=0)
 
 
 def _keep(
@@ -402,8 +402,9 @@ def _keep(
     place_stride: int | None = None,
 ) -> None:
     num_layers, num_rows, size = rows.shape
-    assert rows.is_contiguous() and pool.stride(3) == 1 and rows.dtype == pool.dtype
-    if num_layers == 0 or num_rows == 0:
+    assert num_layers == pool.shape[1] and size == pool.shape[3] and rows.dtype == pool.dtype
+    assert pool.stride(3) == 1
+    if num_rows == 0:
         return
     block = min(1024, triton.next_power_of_2(size))
     _keep_kernel[(num_rows, num_layers, triton.cdiv(size, block))](

@@ -9,20 +9,19 @@ from phalanx.kernels.ops import (
     decode_compressed,
     decode_index_key,
     decode_window,
-    encode_compressed,
-    encode_index_key,
-    encode_window,
     grouped_linear,
+    latent_and_window,
     linear,
     matmul_rows,
     paged_scores,
     pool_pairs,
     qf4_idx_roundtrip,
     rms_norm,
-    rms_norm_q8,
     rotate,
     select_top,
     sparse_attention,
+    store_compressed,
+    store_index_keys,
 )
 from phalanx.kernels.reference.attention import sink_attention
 from phalanx.kernels.reference.indexer import entry_scores, hide_future
@@ -40,13 +39,13 @@ _SCORE_CHUNK = 1 << 22  # key values that are gathered at a time
 def project(
     weights: AttentionWeights, config: ModelConfig, rope: RopeTable, x: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [R, heads, d], the Q8 form of their latent [R, q_lora], and the window vector [R, d]."""
-    both, rank = linear(x, weights.q_kv), config.q_lora_rank
-    latent = rms_norm_q8(both[:, :rank], weights.q_norm, config.rms_norm_eps)
+    """Queries [R, heads, d], the Q8 form of their latent [R, q_lora], and window records [R, record]."""
+    latent, records = latent_and_window(
+        linear(x, weights.q_kv), weights.q_norm, weights.kv_norm, config.rms_norm_eps, rope
+    )
     queries = matmul_rows(latent, weights.wq_b, rounded=True)
     queries = queries.view(-1, config.num_attention_heads, config.head_dim)
-    kv = rotate(rms_norm(both[:, rank:], weights.kv_norm, config.rms_norm_eps), rope)
-    return rotate(queries, rope), latent, kv
+    return rotate(queries, rope), latent, records
 
 
 def output(weights: AttentionWeights, config: ModelConfig, o: Tensor) -> Tensor:
@@ -61,11 +60,13 @@ def attention(step: Step, weights: AttentionWeights, layer: int, x: Tensor) -> T
     Publishes the layer's window records and, where the layer is an owner, entries and choice.
     """
     config, rope = step.config, step.rope(layer)
-    queries, latent, kv = project(weights, config, rope, x)
-    step.note("window_kv_pre", layer, kv)
-    record = encode_window(kv)
+    queries, latent, record = project(weights, config, rope, x)
     step.window_records[layer] = record
-    step.note("window_kv", layer, decode_window(record))
+    if step.observer is not None:
+        kv = linear(x, weights.q_kv)[:, config.q_lora_rank :]
+        kv = rotate(rms_norm(kv, weights.kv_norm, config.rms_norm_eps), rope)
+        step.note("window_kv_pre", layer, kv)
+        step.note("window_kv", layer, decode_window(record))
     if weights.compressor is not None and not step.entries_stored:
         store_entries(step, weights, layer, x)
     if weights.indexer is not None:
@@ -151,20 +152,18 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     else:
         latent = round_bf16(kv)[entries.rows]
     eps = config.rms_norm_eps
-    latent = rms_norm(latent, weights.compressor.norm, eps)
-    step.note("latent", layer, latent)
     here = step.host.entries[entries.ratio].positions
     rope = step.ropes.yarn_all.at(here, entries.positions)
+    where = entries.blocks, entries.offsets
+    compressed, index_keys = step.pools.compressed[layer], step.pools.index_keys[layer]
+    latent = store_compressed(latent, weights.compressor.norm, eps, rope, *where, compressed)
     keys = matmul_rows(latent, weights.index_keys.wk, rounded=True)
-    keys = rotate(rms_norm(keys, weights.index_keys.norm, eps), rope)
-    record = encode_index_key(keys)
-    step.pools.index_keys[layer][entries.blocks, entries.offsets] = record
-    step.note("index_k", layer, decode_index_key(record))
-    latent = rotate(latent, rope)
-    step.note("compressed_pre", layer, latent)
-    record = encode_compressed(latent)
-    step.pools.compressed[layer][entries.blocks, entries.offsets] = record
-    step.note("compressed", layer, decode_compressed(record))
+    store_index_keys(keys, weights.index_keys.norm, eps, rope, *where, index_keys)
+    if step.observer is not None:
+        step.note("latent", layer, latent)
+        step.note("index_k", layer, decode_index_key(index_keys[where]))
+        step.note("compressed_pre", layer, rotate(latent.clone(), rope))
+        step.note("compressed", layer, decode_compressed(compressed[where]))
 
 
 def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:

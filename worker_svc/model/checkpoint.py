@@ -161,6 +161,10 @@ class Weights:
         """Take what is read from now on from the same shards in memory."""
         self._checkpoint.adopt(held)
 
+    def engram_place(self, layer: int) -> torch.device:
+        """Where the ids of an Engram table's rows are wanted."""
+        return CPU
+
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of an Engram table: int64 [...] -> bf16 [..., engram_head_dim]."""
         codes, scales = self.packed(f"layers.{layer}.engram.embed")

@@ -18,12 +18,12 @@ from phalanx.kernels.ops import (
     block_attention,
     collapse,
     decode_window,
-    encode_window,
     linear,
     matmul_rows,
     q8_roundtrip,
     rms_norm,
     rotate,
+    window_records,
 )
 from phalanx.kernels.reference.attention import sink_attention
 from phalanx.kernels.reference.rope import GrowingRope, RopeTable
@@ -126,8 +126,9 @@ class Drafter:
         records = {}
         for stage, weights in enumerate(self._stages):
             kv = matmul_rows(x, matrix_rows(weights.attention.q_kv, rank), rounded=True)
-            kv = rotate(rms_norm(kv, weights.attention.kv_norm, eps), rope)
-            records[self.config.num_hidden_layers + stage] = encode_window(kv)
+            records[self.config.num_hidden_layers + stage] = window_records(
+                kv, weights.attention.kv_norm, eps, rope
+            )
         return records
 
     def propose(
@@ -223,16 +224,15 @@ class Drafter:
 def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Tensor) -> Tensor:
     """The stages' attention: the ring's context, then the block's own rows, in both directions."""
     config, rope = context.config, context.rope
-    queries, _, kv = project(weights, config, rope, x)
+    queries, _, records = project(weights, config, rope, x)
     scale = config.head_dim**-0.5
     if on_gpu(x):
-        return output(weights, config, _attend_records(context, weights, layer, queries, kv))
-    kv = q8_roundtrip(kv)
+        return output(weights, config, _attend_records(context, weights, layer, queries, records))
     empty = context.ring_empty
     ring = context.pools.rings[context.slot_ids.unsqueeze(1), layer, context.ring_indices]
     # Weighed with zero, but a sequence that is gone may have left a broken vector there.
     ring = ring.masked_fill(empty.unsqueeze(2), 0)
-    block = kv[: context.num_rows].view(-1, context.block, config.head_dim)
+    block = decode_window(records[: context.num_rows]).view(-1, context.block, config.head_dim)
     nothing = torch.zeros((len(x), context.block), dtype=torch.bool)
     parts = [
         (decode_window(ring)[context.seqs], empty[context.seqs]),
@@ -243,7 +243,7 @@ def _attend(context: DraftContext, weights: AttentionWeights, layer: int, x: Ten
 
 
 def _attend_records(
-    context: DraftContext, weights: AttentionWeights, layer: int, queries: Tensor, kv: Tensor
+    context: DraftContext, weights: AttentionWeights, layer: int, queries: Tensor, records: Tensor
 ) -> Tensor:
     """On a GPU: read the ring where it lies. The result is turned back; rows that fill a tile are 0."""
     config, rope, count = context.config, context.rope, context.num_rows
@@ -251,7 +251,7 @@ def _attend_records(
     seqs = context.seqs[:count]
     o[:count] = block_attention(
         queries[:count].contiguous(),
-        encode_window(kv[:count]),
+        records[:count],
         context.pools.rings[:, layer],
         context.slot_ids[seqs],
         context.positions[:count],

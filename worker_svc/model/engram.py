@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from phalanx.kernels.ops import add_value, engram_gate, linear
-from phalanx.kernels.reference.engram import hash_rows
+from phalanx.kernels.ops import gate_add_value, hash_rows, linear
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.layers import EngramWeights
 from phalanx.worker_svc.model.step import Step
@@ -17,9 +16,13 @@ class Engram:
         config = weights.config
         self._weights = weights
         self._config = config
-        self._multipliers = torch.from_numpy(config.engram_multipliers)
-        self._primes = torch.from_numpy(config.engram_primes)
-        self._offsets = torch.from_numpy(config.engram_offsets)
+        self._hashes: list[
+            tuple[Tensor, ...]
+        ] = []  # multipliers, primes, offsets, where ids are wanted
+        for i, layer in enumerate(config.engram_layer_ids):
+            place = weights.engram_place(layer)
+            parts = config.engram_multipliers, config.engram_primes, config.engram_offsets
+            self._hashes.append(tuple(torch.from_numpy(part[i]).to(place) for part in parts))
         self._pad = weights.token_map[config.engram_pad_token_id]
 
     def units(self, step: Step) -> Tensor:
@@ -35,14 +38,14 @@ class Engram:
         """The stream after the sublayer, bf16 values [P, copies, D]."""
         config = self._config
         i = config.engram_layer_ids.index(layer)
-        ids = hash_rows(units, self._multipliers[i], self._primes[i], self._offsets[i])
+        multipliers, primes, offsets = self._hashes[i]
+        ids = hash_rows(units.to(multipliers.device), multipliers, primes, offsets)
         step.note("engram_ids", layer, ids)
         found = self._weights.engram_rows(layer, ids).float().flatten(1)
         kv = linear(found, weights.wkv)
         kv = kv.view(-1, config.hc_mult + 1, config.hidden_size)
         key, value = kv[:, :-1], kv[:, -1]
-        gates = engram_gate(h, key, weights.gate, config.rms_norm_eps)
+        h, gates = gate_add_value(h, key, value, weights.gate, config.rms_norm_eps)
         step.note("engram_gate", layer, gates)
-        h = add_value(h, gates, value)
         step.note("engram_out", layer, h)
         return h

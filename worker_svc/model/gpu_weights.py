@@ -6,6 +6,7 @@ from torch import Tensor
 from phalanx.kernels.matrix import Fp8Matrix, Matrix
 from phalanx.kernels.ops import ExpertPool, expert_pool, gather
 from phalanx.kernels.reference.engram import gather_on_host
+from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.checkpoint import Expert, Weights
 from phalanx.worker_svc.model.host_tables import readable_by_gpu
 from phalanx.worker_svc.model.shards import Checkpoint
@@ -41,13 +42,17 @@ class GpuWeights(Weights):
         codes, scales = self.packed(name)
         return Fp8Matrix(codes, scales).to(self.device)  # checked on the host
 
-    def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
-        """Rows of a table, int64 [...] on the host -> bf16 [..., engram_head_dim] on the GPU."""
-        codes, scales = self.packed(f"layers.{layer}.engram.embed")
+    def engram_place(self, layer: int) -> torch.device:
         if layer not in self._readable:
-            self._readable[layer] = self.device.type == "cuda" and readable_by_gpu(codes, scales)
-        if self._readable[layer]:
-            return gather(codes, scales, ids.to(self.device))
+            table = self.packed(f"layers.{layer}.engram.embed")
+            self._readable[layer] = self.device.type == "cuda" and readable_by_gpu(*table)
+        return self.device if self._readable[layer] else CPU
+
+    def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
+        """Rows of a table, int64 [...] in their place -> bf16 [..., engram_head_dim] on the GPU."""
+        codes, scales = self.packed(f"layers.{layer}.engram.embed")
+        if ids.is_cuda:
+            return gather(codes, scales, ids)
         return gather_on_host(codes, scales, ids, self.device)
 
     def pool(self, layer: int) -> ExpertPool:

@@ -5,13 +5,15 @@ from its position, a second run writes the same bytes), but keeps window records
 aside: a prompt chunk longer than the ring's slack would overwrite entries that a redo still reads.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels.ops import store_pairs, store_window
 from phalanx.kernels.reference.rope import GrowingRope, RopeTable
 from phalanx.worker_svc.model.batch import (
     Pages,
@@ -55,13 +57,10 @@ class Chosen:
 
 @dataclass(frozen=True)
 class _Keep:
-    """What a commit writes: int64 each."""
+    """Which rows a commit writes: bool [P] each."""
 
-    rows: Tensor  # whose window records are kept
-    slots: Tensor
-    places: Tensor  # in the ring
-    waiting: Tensor  # rows whose token waits for its partner
-    waiting_slots: Tensor
+    windows: Tensor
+    pairs: Tensor  # whose token waits for its partner
 
 
 @dataclass(kw_only=True)
@@ -140,24 +139,30 @@ class Step(LayerContext):
             num_accepted: int64 [S], how many rows of each sequence count, from its first; 0 leaves
                 the sequence as it was.
         """
-        rows = self.host
-        ring_size = self.pools.layout.ring_size
-        real = slice(0, rows.num_rows)
-        seqs, within = rows.seqs[real], rows.within[real]
-        accepted = num_accepted[seqs]
-        (kept,) = torch.nonzero(
-            (within < accepted) & (within >= accepted - ring_size), as_tuple=True
-        )
-        # Only a token at an even position waits, and only the last one.
-        waits = (within == accepted - 1) & (rows.positions[real] % 2 == 0)
-        (waiting,) = torch.nonzero(waits, as_tuple=True)
+        host, rows, pools = self.host, self.rows, self.pools
+        ring_size = pools.layout.ring_size
+        accepted = num_accepted[host.seqs]
+        real = torch.arange(host.num_padded) < host.num_rows
         keep = _Keep(
-            kept, rows.slots[kept], rows.positions[kept] % ring_size, waiting, rows.slots[waiting]
+            windows=real & (host.within < accepted) & (host.within >= accepted - ring_size),
+            # Only a token at an even position waits, and only the last one.
+            pairs=real & (host.within == accepted - 1) & (host.positions % 2 == 0),
         )
-        if self.pools.slots.device != CPU:
-            keep = moved(keep, self.pools.slots.device)
-        for ring, records in self.window_records.items():
-            self.pools.rings[keep.slots, ring, keep.places] = records[keep.rows]
-        for owner, pairs in self.pending.items():
-            i = self.pools.layout.pair_owners.index(owner)
-            self.pools.pairs[keep.waiting_slots, i] = pairs[keep.waiting]
+        if pools.slots.device != CPU:
+            keep = moved(keep, pools.slots.device)
+        places = rows.positions % ring_size
+        for first, records in _runs(self.window_records):
+            rings = pools.rings[:, first : first + len(records)]
+            store_window(records, rings, rows.slots, places, keep.windows)
+        owners = pools.layout.pair_owners
+        for first, pairs in _runs({owners.index(o): p for o, p in self.pending.items()}):
+            waiting = pools.pairs[:, first : first + len(pairs)]
+            store_pairs(pairs, waiting, rows.slots, keep.pairs)
+
+
+def _runs(found: dict[int, Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """What belongs to neighbouring numbers, together, with the first number."""
+    for first in sorted(found):
+        if first - 1 not in found:
+            last = next(i for i in itertools.count(first) if i + 1 not in found)
+            yield first, [found[i] for i in range(first, last + 1)]

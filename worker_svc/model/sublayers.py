@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.kernels.ops import collapse_norm, expand, mix
+from phalanx.kernels.ops import collapse_norm, expand, expand_collapse_norm, mix
 from phalanx.kernels.reference.hyper import Mix, MixWeights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layers import AttentionWeights, LayerWeights
@@ -37,10 +37,8 @@ def run_layer(
     context.note("attn_in", layer, x)
     y = attend(context, weights.attention, layer, x)
     context.note("attn_out", layer, y)
-    h = expand(y, h, mixed)
-    pre = mixed.pre
+    h, x = expand_collapse_norm(y, h, mixed, mixed.pre, weights.moe.norm, config.rms_norm_eps)
     mixed = _mix(config, weights.moe_mix, h)
-    x = collapse_norm(h, pre, weights.moe.norm, config.rms_norm_eps)
     context.note("ffn_in", layer, x)
     y = moe(context, weights.moe, experts, layer, x)
     context.note("ffn_out", layer, y)
