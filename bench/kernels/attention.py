@@ -4,18 +4,14 @@ A row reads 128 window records and 512 entries, and multiplies 64 heads with 640
 dimensions twice. The alternative gathers and dequantizes what a row sees and multiplies with cuBLAS.
 """
 
-import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from phalanx.bench.kernels.harness import Ceilings, Figure, rotating, time_us
-from phalanx.kernels.triton.attention import block_attention, row_limit, sparse_attention
-from phalanx.kernels.triton.configs import Config
+from phalanx.kernels.triton.attention import block_attention, sparse_attention
 
 HEADS: Final = 64
 DIM: Final = 512
@@ -88,17 +84,17 @@ class Step:
         entries = min(rows * TOPK, seqs * CONTEXT)
         return window * _WINDOW_RECORD + entries * _ENTRY_RECORD + 2 * 2 * rows * HEADS * DIM
 
-    def attend(self, settings: Config | None = None) -> Tensor:
+    def attend(self) -> Tensor:
         return sparse_attention(
             self.queries, self.records, self.ring, self.slots, self.positions, self.within,
             self.window_from, WINDOW, self.sink, DIM**-0.5, self.compressed,
-            (self.table, self.seqs), self.chosen, self.cos, self.sin, settings, torch.bfloat16,
+            (self.table, self.seqs), self.chosen, self.cos, self.sin, torch.bfloat16,
         )  # fmt: skip
 
     def attend_block(self) -> Tensor:
         return block_attention(
             self.queries, self.records, self.ring, self.slots, self.positions, self.within,
-            BLOCK, WINDOW, self.sink, DIM**-0.5, self.cos, self.sin, None, torch.bfloat16,
+            BLOCK, WINDOW, self.sink, DIM**-0.5, self.cos, self.sin, torch.bfloat16,
         )  # fmt: skip
 
     def attend_torch(self) -> None:
@@ -196,99 +192,3 @@ def _flops(rows: int, slots: int) -> float:
 
 def _steps(rows: int, seqs: int) -> list[Step]:
     return [Step.draw(rows, seqs) for _ in range(4 if rows <= 64 else 1)]
-
-
-# --- Settings ------------------------------------------------------------------------------------
-
-_WEIGHTS: Final[tuple[Config, ...]] = tuple(
-    {
-        "pairs": pairs,
-        "weights_warps": warps,
-        "weights_stages": stages,
-        "weights_registers": registers,
-    }
-    for pairs, warps, stages, registers in (
-        (32, 4, 3, 128),
-        (32, 4, 3, 0),
-        (32, 8, 3, 0),
-        (64, 8, 3, 128),
-    )
-)
-_VALUES: Final[tuple[Config, ...]] = tuple(
-    {
-        "parts": parts,
-        "step": step,
-        "values_warps": warps,
-        "values_stages": stages,
-        "values_registers": registers,
-    }
-    for parts, step, warps, stages, registers in (
-        (4, 64, 8, 5, 128),
-        (4, 64, 4, 5, 0),
-        (4, 128, 8, 3, 0),
-        (4, 128, 4, 3, 0),
-        (8, 64, 8, 5, 0),
-        (2, 64, 4, 5, 0),
-        (2, 64, 8, 5, 0),
-    )
-)
-_OVERLAPS: Final[tuple[Config, ...]] = ({"overlap": 0}, {"overlap": 1})
-_CHUNKS: Final[tuple[Config, ...]] = ({"chunk": 512}, {"chunk": 1024})
-
-
-def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
-    """Settings by number of rows, and one for all rows where a bit depends on it: about a minute."""
-    shape = f"{HEADS}x{DIM}x{WINDOW}+{TOPK}"
-    weights = _best(_steps(64, 64), {}, _WEIGHTS)
-    table: dict[str, Config] = {}
-    overlap: Config = {}
-    for rows, seqs in ((64, 64), (1, 1), (16, 16), (256, 256), (PREFILL_ROWS, 1)):
-        steps = _steps(rows, seqs)
-        best = _best(steps, weights, _VALUES)
-        if rows == 64:
-            overlap = _best(steps, weights | best, _OVERLAPS)
-        best = best | overlap
-        if rows == PREFILL_ROWS:
-            best = best | _best(steps, weights | best, _CHUNKS)
-        table[f"{shape}:{row_limit(rows)}"] = best
-        _tell_split(steps[0], weights | best)
-    return {"attention_weights": {shape: weights}, "attention": table}
-
-
-def _best(steps: list[Step], base: Config, candidates: tuple[Config, ...]) -> Config:
-    timed = dict(_timed(steps, base, candidates))
-    for i, us in sorted(timed.items(), key=lambda item: item[1]):
-        print(
-            f"{len(steps[0].queries)} rows: {us / len(steps):.1f} us {candidates[i]}",
-            file=sys.stderr,
-        )
-    return candidates[min(timed, key=lambda i: timed[i])]
-
-
-def _tell_split(step: Step, settings: Config) -> None:
-    """How much of the time each of the two kernels takes."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
-            step.attend(settings)
-        torch.cuda.synchronize()
-    for event in profile.key_averages():
-        if event.key.endswith("_kernel"):
-            us = event.device_time_total / event.count
-            print(f"  {event.key}: {us:.1f} us, {event.count} times", file=sys.stderr)
-
-
-def _timed(
-    steps: list[Step], base: Config, candidates: tuple[Config, ...]
-) -> Iterator[tuple[int, float]]:
-    """Index and time of the candidates that this GPU has room for."""
-    for i, candidate in enumerate(candidates):
-        try:
-            runs = [_run(step, base | candidate) for step in steps]
-            runs[0]()  # compiled before a graph is captured
-            yield i, time_us(rotating(runs))
-        except OutOfResources:
-            continue
-
-
-def _run(step: Step, settings: Config) -> Callable[[], object]:
-    return lambda: step.attend(settings)

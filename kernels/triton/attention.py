@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -9,15 +10,15 @@ import triton
 from torch import Tensor
 
 from phalanx.kernels.reference.quant import compressed_bytes, window_bytes
-from phalanx.kernels.triton.attention_kernels import values_kernel, weights_kernel
-from phalanx.kernels.triton.configs import Config, config
+from phalanx.kernels.triton import attention_hopper, attention_kernels
 
-TILE: Final = 128  # slots whose weights are relative to one score; part of the results' bits
+_TILE: Final = 64  # slots that are weighed at a time where there is no kernel for the GPU
+_CHUNK: Final = 1024  # rows at a time on Hopper: 128 KiB each for what its programs hand each other
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What both kernels know of the rows, from the arguments of the public functions."""
+    """What a kernel knows of the rows, from the arguments of the public functions."""
 
     records: Tensor
     ring: Tensor
@@ -45,7 +46,7 @@ class _Rows:
         return math.gcd(16, *numbers)
 
     def tensors(self) -> tuple[Tensor | int, ...]:
-        """Arguments from `records` to `chosen_stride` of both kernels; a stand-in where there is none."""
+        """Arguments from `records` to `chosen_stride` of a kernel; a stand-in where there is none."""
         chosen = self.slots if self.chosen is None else self.chosen
         return (
             self.records,
@@ -82,7 +83,6 @@ def sparse_attention(
     chosen: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    settings: Config | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """One softmax over a row's window and its chosen entries (`reference.attention.sink_attention`).
@@ -108,21 +108,21 @@ def sparse_attention(
             none.
         cos, sin: float32 [R, rope dim], contiguous: where given, the result's last channels are
             turned back, bit for bit as `reference.rope.rotate` turns by `RopeTable.inverse()`.
-        settings: launch settings in place of the table's.
         out_dtype: of the result, float32 or bf16.
 
     Returns:
         bf16 values [R, H, d].
 
-    Nothing of a slot without a position is read. Records lie at even addresses; at multiples of 16 they
-    are read faster.
+    Nothing of a slot without a position is read. Records lie at even addresses; on Hopper, those of 512
+    dimensions at multiples of 16 have a kernel of their own, which is many times as fast.
 
-    Against the reference: weights are rounded to bf16 relative to the same largest score, the rest is
-    float32 in another order, so nearly all elements are equal. Where a last bit of float32 moves a
-    weight or the result to the other side of a rounding, an element differs by at most 2^-7 times
-    (the weighted mean of its vectors' magnitudes, plus its own).
+    Against the reference: weights are rounded to bf16 relative to the largest score so far rather than
+    the largest of all, so differently, by at most 2^-8 of themselves; and their sum is that of the
+    rounded ones, so that what is rounded away of a weight that outweighs the others is not missing.
+    An element differs by at most 2^-8 times (the weighted mean of its vectors' magnitudes, plus one
+    and a half times its own); all of them together are as close to the exact result.
 
-    A row's bits depend on itself, on H, d, window, and top-k alone.
+    A row's bits depend on itself, on H, d, window, top-k, and the alignment of records alone.
     """
     assert (compressed is None) == (chosen is None) == (block_rows is None)
     table, seqs = block_rows if isinstance(block_rows, tuple) else (block_rows, None)
@@ -140,7 +140,7 @@ def sparse_attention(
         seqs=seqs,
         chosen=chosen,
     )
-    return _attend(queries, rows, sink, scale, cos, sin, settings, out_dtype)
+    return _attend(queries, rows, sink, scale, cos, sin, out_dtype)
 
 
 def block_attention(
@@ -156,7 +156,6 @@ def block_attention(
     scale: float,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
-    settings: Config | None = None,
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Attention of draft blocks: the ring before the block, then the whole block in both directions.
@@ -188,7 +187,7 @@ def block_attention(
         seqs=None,
         chosen=None,
     )
-    return _attend(queries, rows, sink, scale, cos, sin, settings, out_dtype)
+    return _attend(queries, rows, sink, scale, cos, sin, out_dtype)
 
 
 def _attend(
@@ -198,112 +197,143 @@ def _attend(
     scale: float,
     cos: Tensor | None,
     sin: Tensor | None,
-    settings: Config | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    num_rows, heads, dim = queries.shape
     out = torch.empty(queries.shape, dtype=out_dtype, device=queries.device)
-    if num_rows == 0:
+    if len(queries) == 0:
         return out
     _check(queries, rows)
-    launch = launch_settings(num_rows, heads, dim, rows.window + rows.block, rows.topk) | (
-        settings or {}
-    )
-    window_tiles = triton.cdiv(rows.window + rows.block, TILE)
-    tiles = window_tiles + triton.cdiv(rows.topk, TILE)
-    chunk = min(num_rows, launch["chunk"])
-    weights = queries.new_empty((chunk, heads, tiles * TILE), dtype=torch.float32)
-    places = queries.new_empty((chunk, tiles * TILE), dtype=torch.int64)
-    tops = queries.new_empty((chunk, tiles, heads), dtype=torch.float32)
-    totals = torch.empty_like(tops)
-    head_tile = min(64, max(16, triton.next_power_of_2(heads)))
-    head_tiles = triton.cdiv(heads, head_tile)
-    overlap = bool(launch["overlap"]) and queries.is_cuda
-    shape = {
-        "HEADS": heads,
-        "HEAD_TILE": head_tile,
-        "DIM": dim,
-        "WINDOW_TILES": window_tiles,
-        "TILES": tiles,
-        "SLOTS": TILE,
-        "ALIGNMENT": rows.alignment,
-        "OVERLAP": overlap,
+    shape: dict[str, int] = {
+        "HEADS": queries.shape[1],
+        "RING": rows.ring.shape[1],
+        "WINDOW": rows.window,
+        "BLOCK": rows.block,
+        "TOPK": rows.topk,
+        "ENTRIES": rows.compressed.shape[1],
+        "SEQS": rows.seqs is not None,
+        "WIDE": queries.dtype == torch.float32,
+        "ROPE": 0 if cos is None else cos.shape[1],
     }
-    pairs = max(16, dim // 2 // launch["parts"])
-    for start in range(0, num_rows, chunk):
-        count = min(chunk, num_rows - start)
-        weights_kernel[(tiles, head_tiles, count)](
-            queries,
-            *rows.tensors(),
-            weights,
-            places,
-            tops,
-            totals,
-            scale,
-            start,
-            RING=rows.ring.shape[1],
-            WINDOW=rows.window,
-            BLOCK=rows.block,
-            TOPK=rows.topk,
-            ENTRIES=rows.compressed.shape[1],
-            PAIRS=min(launch["pairs"], dim // 2),
-            SEQS=rows.seqs is not None,
-            WIDE=queries.dtype == torch.float32,
-            num_warps=launch["weights_warps"],
-            num_stages=launch["weights_stages"],
-            maxnreg=launch["weights_registers"] or None,
-            enable_fp_fusion=False,  # scores are rounded before their largest is subtracted
-            **shape,
-        )
-        values_kernel[(dim // 2 // pairs, head_tiles, count)](
-            weights,
-            places,
-            tops,
-            totals,
-            sink,
-            sink if cos is None else cos,
-            sink if sin is None else sin,
-            out,
-            start,
-            TILES_PADDED=triton.next_power_of_2(tiles),
-            STEP=launch["step"],
-            PAIRS=pairs,
-            ROPE=0 if cos is None else cos.shape[1],
-            num_warps=launch["values_warps"],
-            num_stages=launch["values_stages"],
-            maxnreg=launch["values_registers"] or None,
-            launch_pdl=overlap,
-            enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
-            **shape,
-        )
+    rotation = (sink if cos is None else cos, sink if sin is None else sin)
+    if _for_hopper(queries, rows, shape["ROPE"]):
+        _attend_on_hopper(queries, rows, sink, *rotation, out, scale, shape)
+    else:
+        _attend_anywhere(queries, rows, sink, *rotation, out, scale, shape)
     return out
 
 
-def launch_settings(num_rows: int, heads: int, dim: int, window: int, topk: int) -> Config:
-    """Settings for a shape. Only those that change no bit depend on the number of rows.
+def _attend_anywhere(
+    queries: Tensor,
+    rows: _Rows,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    scale: float,
+    shape: dict[str, int],
+) -> None:
+    num_rows, heads, dim = queries.shape
+    head_tile = min(64, max(16, triton.next_power_of_2(heads)))
+    attention_kernels.attention_kernel[(triton.cdiv(heads, head_tile), num_rows)](
+        queries,
+        *rows.tensors(),
+        sink,
+        cos,
+        sin,
+        out,
+        scale * math.log2(math.e),
+        HEAD_TILE=head_tile,
+        DIM=dim,
+        TILE=_TILE,
+        num_warps=8,
+        enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
+        **shape,
+    )
 
-    In the first kernel `pairs` is the pairs of dimensions that a score adds at a time. In the second,
-    `parts` is the programs that share a row's dimensions and `step` the slots that they take at a time.
-    The rest are warps, pipeline stages and registers (0: as many as it takes) of each; `chunk`, the rows
-    whose weights exist at a time, 164 kB each in the full model; and `overlap`, whether the second
-    kernel starts while the first one ends. `pairs` and `weights_warps` decide orders of summation.
+
+def _for_hopper(queries: Tensor, rows: _Rows, rope: int) -> bool:
+    """Whether these rows have the one form that the kernel for Hopper is made for."""
+    return (
+        queries.is_cuda
+        and _capability(queries.device) == (9, 0)
+        and queries.shape[2] == attention_hopper.DIM.value
+        and rope <= attention_hopper.DIM.value // 8
+        and rows.alignment == 16
+    )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _attend_on_hopper(
+    queries: Tensor,
+    rows: _Rows,
+    sink: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    scale: float,
+    shape: dict[str, int],
+) -> None:
+    num_rows, heads, dim = queries.shape
+    tile, head_tile = attention_hopper.TILE.value, attention_hopper.HEAD_TILE.value
+    programs = 2 * num_rows * triton.cdiv(heads, head_tile)
+    parts = 1 if programs <= _multiprocessors(queries.device) else 2  # of a program
+    window_tiles = _tiles_of_a_part(rows.window + rows.block, tile)
+    entry_tiles = _tiles_of_a_part(rows.topk, tile)
+    head_tiles = triton.cdiv(heads, head_tile)
+    chunk = min(num_rows, _CHUNK)
+    halves = queries.new_empty((chunk, head_tiles, head_tile * dim), dtype=torch.float32)
+    tops = queries.new_empty((chunk, 2, heads), dtype=torch.float32)
+    totals = torch.empty_like(tops)
+    flags = _flags(queries.device, head_tiles)
+    for start in range(0, num_rows, chunk):
+        attention_hopper.attention_kernel[(2 // parts, head_tiles, min(chunk, num_rows - start))](
+            queries,
+            *rows.tensors(),
+            halves,
+            tops,
+            totals,
+            flags,
+            sink,
+            cos,
+            sin,
+            out,
+            scale * math.log2(math.e),
+            start,
+            WINDOW_TILES=window_tiles,
+            TILES=window_tiles + entry_tiles,
+            WINDOW_SLOTS=triton.next_power_of_2(parts * window_tiles * tile),
+            ENTRY_SLOTS=triton.next_power_of_2(parts * entry_tiles * tile) if entry_tiles else 0,
+            EARLY=True,
+            PARTS=parts,
+            num_warps=8,
+            launch_pdl=True,
+            enable_fp_fusion=False,  # the rotation rounds its products, as its reference does
+            **shape,
+        )
+
+
+def _tiles_of_a_part(slots: int, tile: int) -> int:
+    return -(-slots // (2 * tile))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def _flags(device: torch.device, head_tiles: int) -> Tensor:
+    """Zeros by which the two programs of a row wait for each other; each launch leaves them zero.
+
+    So attention on one GPU must run on one stream, and once before it is captured into a graph.
     """
-    shape = f"{heads}x{dim}x{window}+{topk}"
-    weights = {"pairs": 32, "weights_warps": 4, "weights_stages": 3, "weights_registers": 128}
-    weights = config("attention_weights", shape, weights)
-    if num_rows <= 16:
-        values = {"parts": 8, "step": 64, "values_warps": 8, "values_registers": 0}
-    elif num_rows <= 64:
-        values = {"parts": 4, "step": 64, "values_warps": 8, "values_registers": 128}
-    else:
-        values = {"parts": 2, "step": 64, "values_warps": 4, "values_registers": 0}
-    default = values | {"values_stages": 5, "chunk": 1024, "overlap": 1}
-    return config("attention", f"{shape}:{row_limit(num_rows)}", default) | weights
-
-
-def row_limit(num_rows: int) -> str:
-    """The class of row counts that shares its settings."""
-    return next((str(limit) for limit in (1, 16, 64, 256) if num_rows <= limit), "more")
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("attention must run once before it is captured into a graph")
+    return torch.zeros(_CHUNK * head_tiles * 2, dtype=torch.int32, device=device)
 
 
 def _check(queries: Tensor, rows: _Rows) -> None:

@@ -1,12 +1,7 @@
-"""The two kernels of attention over cache records, and how they read a record.
+"""Attention over cache records in plain Triton, for GPUs that have no kernel of their own.
 
-The first gives every slot of a row a weight: the score over all dimensions, then e^(score - top) with
-one `top` for every tile of a head's slots. The second brings a row's tiles to the largest `top` of all,
-rounds the weights to bf16, decodes the records once more and sums them up, each program a part of the
-dimensions. How the work is divided changes no bit of a result, but the size of a tile.
-
-Both decode a record into its even and its odd dimensions, apart: so two e2m1 codes lie in a byte, two
-e4m3 codes in 16 bits, and the two halves of a rotary pair in two tensors.
+A record is decoded once, into its even and its odd dimensions apart: so two e2m1 codes lie in a byte,
+two e4m3 codes in 16 bits, and the two halves of a rotary pair in two tensors.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
@@ -14,17 +9,17 @@ import os
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # The interpreter knows no machine instructions, multiplies no bf16 and cuts off where it should round.
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 # What an e2m1 code put into bf16 bits lacks is 2^126; 2^119 times the largest scale is still
 # finite. The missing 2^7 is made up for in the scores' factor and in the weights, without rounding.
-_ENTRY_BOOST = tl.constexpr(128.0)
+ENTRY_BOOST = tl.constexpr(128.0)
+LOG2_E = tl.constexpr(1.4426950408889634)
 _UP_120 = tl.constexpr(2.0**120)
 _UP_119 = tl.constexpr(2.0**119)
-_NOWHERE = tl.constexpr(-1e30)  # the `top` of a tile without a slot
+_NOWHERE = tl.constexpr(-1e30)  # the largest score where there is none
 
 # Two e4m3 pairs (even, odd, even, odd) -> bf16 even, even and odd, odd. 0x7b80 is 2^120.
 _FP8_PTX = tl.constexpr("""{
@@ -95,17 +90,12 @@ def _rounded(x):
 
 
 @triton.jit
-def _exp(x):
-    """e^x; what is below 2^-126 may become zero."""
+def _exp2(x):
+    """2^x; what is below 2^-126 may become zero."""
     if PLAIN:
-        return tl.exp(x)
+        return tl.exp2(x)
     return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;",
-        "=r,r",
-        [x * 1.4426950408889634],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
 
 
@@ -218,58 +208,38 @@ def _apart(both):
 
 
 @triton.jit
-def _scale_bytes(record, there, at, COUNT: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """COUNT bytes of each record from byte `at` on, a multiple of COUNT: int32 [slots, COUNT]."""
-    byte = tl.arange(0, COUNT)
-    # As one word: only copies of four bytes and more can be under way during the work before.
-    if COUNT == 8 and ALIGNMENT % 8 == 0:
-        word = tl.load(record.to(tl.pointer_type(tl.int64)) + at // 8, mask=there, other=0)
-        return (word[:, None] >> (8 * byte)[None, :]).to(tl.int32) & 0xFF
-    if COUNT <= 4 and ALIGNMENT % 4 == 0:
-        word = tl.load(record.to(tl.pointer_type(tl.int32)) + at // 4, mask=there, other=0)
-        return (word[:, None] >> (8 * (at % 4 + byte))[None, :]) & 0xFF
-    place = record[:, None] + (at + byte)[None, :]
-    return tl.load(place, mask=there[:, None], other=0).to(tl.int32)
-
-
-@triton.jit
-def _window_values(
-    record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr
-):
-    """Pairs part * PAIRS.. of window records: even dimensions, then odd ones, bf16 [slots, 2 * PAIRS]."""
-    GROUPS: tl.constexpr = PAIRS // 16
-    pair = part * PAIRS + tl.arange(0, PAIRS)
-    words = record.to(tl.pointer_type(tl.int16))[:, None] + pair[None, :]
+def _window_values(record, there, DIM: tl.constexpr):
+    """Window records: even dimensions, then odd ones, bf16 [slots, DIM]."""
+    words = record.to(tl.pointer_type(tl.int16))[:, None] + tl.arange(0, DIM // 2)[None, :]
     words = tl.load(words, mask=there[:, None], other=0)
-    scale = _scale_bytes(record, there, DIM + part * GROUPS, GROUPS, ALIGNMENT)
+    place = record[:, None] + (DIM + tl.arange(0, DIM // 32))[None, :]
+    scale = tl.load(place, mask=there[:, None], other=0).to(tl.int32)
     scale = (scale << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    words = tl.reshape(words, (words.shape[0], GROUPS, 16))
+    words = tl.reshape(words, (words.shape[0], DIM // 32, 16))
     even, odd = _fp8_pairs(words, tl.broadcast_to(scale[:, :, None], words.shape))
-    shape: tl.constexpr = (words.shape[0], PAIRS)
+    shape: tl.constexpr = (words.shape[0], DIM // 2)
     return _side_by_side(tl.reshape(even, shape), tl.reshape(odd, shape))
 
 
 @triton.jit
-def _entry_values(
-    record, there, part, DIM: tl.constexpr, PAIRS: tl.constexpr, ALIGNMENT: tl.constexpr
-):
-    """The same of compressed records, times 1 / _ENTRY_BOOST."""
-    GROUPS: tl.constexpr = PAIRS // 8
-    pair = part * PAIRS + tl.arange(0, PAIRS)
-    codes = tl.load(record[:, None] + pair[None, :], mask=there[:, None], other=0)
-    scale = _scale_bytes(record, there, DIM // 2 + part * GROUPS, GROUPS, ALIGNMENT)
+def _entry_values(record, there, DIM: tl.constexpr):
+    """The same of compressed records, times 1 / ENTRY_BOOST."""
+    codes = record[:, None] + tl.arange(0, DIM // 2)[None, :]
+    codes = tl.load(codes, mask=there[:, None], other=0)
+    place = record[:, None] + (DIM // 2 + tl.arange(0, DIM // 16))[None, :]
+    scale = tl.load(place, mask=there[:, None], other=0).to(tl.int32)
     scale = ((scale & 0x80) << 24) | ((scale & 0x7F) << 20)
     scale = _rounded(scale.to(tl.float32, bitcast=True) * _UP_120 * _UP_119)
-    codes = tl.reshape(codes, (codes.shape[0], GROUPS, 8))
+    codes = tl.reshape(codes, (codes.shape[0], DIM // 16, 8))
     even, odd = _fp4_pairs(codes, tl.broadcast_to(scale[:, :, None], codes.shape))
-    shape: tl.constexpr = (codes.shape[0], PAIRS)
+    shape: tl.constexpr = (codes.shape[0], DIM // 2)
     return _side_by_side(tl.reshape(even, shape), tl.reshape(odd, shape))
 
 
 @triton.jit
-def _queries(queries, place, mask, part, PAIRS: tl.constexpr, WIDE: tl.constexpr):
-    """Pairs part * PAIRS.. of queries at `place` (in pairs): even dimensions, then odd ones."""
-    place += part * PAIRS + tl.arange(0, PAIRS)[None, :]
+def _queries(queries, place, mask, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """Queries at `place` (in pairs): even dimensions, then odd ones."""
+    place += tl.arange(0, DIM // 2)[None, :]
     if WIDE:
         both = tl.load(queries.to(tl.pointer_type(tl.int64)) + place, mask=mask, other=0)
         even = _rounded(both.to(tl.int32).to(tl.float32, bitcast=True))
@@ -282,26 +252,21 @@ def _queries(queries, place, mask, part, PAIRS: tl.constexpr, WIDE: tl.constexpr
 
 
 @triton.jit
-def _store_weights(
-    scores, there, record, weights, places, tops, totals, tile, head,
-    HEADS: tl.constexpr, SLOTS: tl.constexpr, NUM_SLOTS: tl.constexpr,
-):  # fmt: skip
-    """A tile's weights, not rounded, their sum, and the score that they are relative to."""
+def _add_tile(ours, values, there, scale, boost, top, total, sums):
+    """The running softmax with one tile of slots more; `boost` is what the values lack."""
+    scores = tl.dot(_operand(ours), tl.trans(_operand(values))) * (scale * boost)
     scores = tl.where(there[None, :], scores, float("-inf"))
-    top = tl.maximum(tl.max(scores, axis=1), _NOWHERE)
-    weight = _exp(scores - top[:, None])
-    mask = head < HEADS
-    tl.store(tops + tile * HEADS + head, top, mask=mask)
-    tl.store(totals + tile * HEADS + head, tl.sum(weight, axis=1), mask=mask)
-    slot = tile * SLOTS + tl.arange(0, SLOTS)
-    place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
-    tl.store(place, weight, mask=mask[:, None])
-    # Every tile of heads writes the same.
-    tl.store(places + slot, tl.where(there, record.to(tl.int64), 0))
+    higher = tl.maximum(top, tl.max(scores, axis=1))
+    weight = _exp2(scores - higher[:, None])
+    factor = _exp2(top - higher)
+    weight = _rounded(weight * boost)
+    total = total * factor + tl.sum(_widened(weight), axis=1) / boost
+    sums = tl.dot(_operand(weight), _operand(values), sums * factor[:, None])
+    return higher, total, sums
 
 
-@triton.jit(do_not_specialize=["first_row"])
-def weights_kernel(
+@triton.jit
+def attention_kernel(
     queries,
     records,
     ring,
@@ -318,12 +283,11 @@ def weights_kernel(
     seqs,
     chosen,
     chosen_stride,
-    weights,
-    places,
-    tops,
-    totals,
+    sink,
+    cos,
+    sin,
+    out,
     scale,
-    first_row,
     HEADS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     DIM: tl.constexpr,
@@ -332,157 +296,44 @@ def weights_kernel(
     BLOCK: tl.constexpr,
     TOPK: tl.constexpr,
     ENTRIES: tl.constexpr,
-    WINDOW_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    TILE: tl.constexpr,
     SEQS: tl.constexpr,
     WIDE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ROPE: tl.constexpr,
 ):
-    """Weights of a tile of one row's slots: grid (TILES, ceil(HEADS / HEAD_TILE), rows).
-
-    Dimensions are added PAIRS pairs at a time, first the even and then the odd ones.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-    tile = tl.program_id(0)
-    local = tl.program_id(2).to(tl.int64)
-    row = local + first_row
-    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
-    mask = (head < HEADS)[:, None]
-    query = (row * HEADS + head)[:, None] * (DIM // 2)
-    NUM_SLOTS: tl.constexpr = TILES * SLOTS
-    weights += local * HEADS * NUM_SLOTS
-    places += local * NUM_SLOTS
-    tops += local * TILES * HEADS
-    totals += local * TILES * HEADS
-    scores = tl.zeros((HEAD_TILE, SLOTS), dtype=tl.float32)
-    if tile < WINDOW_TILES:
-        slot = tl.load(slots + row).to(tl.int64)
-        position = tl.load(positions + row).to(tl.int32)
-        inside = tl.load(within + row).to(tl.int32)
-        first = tl.load(window_from + row).to(tl.int32)
+    """Attention of one row: grid (ceil(HEADS / HEAD_TILE), rows). `scale` includes log2(e)."""
+    row = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0) * HEAD_TILE + tl.arange(0, HEAD_TILE)
+    mask = head < HEADS
+    ours = _queries(queries, (row * HEADS + head)[:, None] * (DIM // 2), mask[:, None], DIM, WIDE)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row).to(tl.int32)
+    inside = tl.load(within + row).to(tl.int32)
+    first = tl.load(window_from + row).to(tl.int32)
+    top = tl.full((HEAD_TILE,), _NOWHERE, tl.float32)
+    total = tl.zeros((HEAD_TILE,), tl.float32)
+    sums = tl.zeros((HEAD_TILE, DIM), tl.float32)
+    for tile in range(0, WINDOW + BLOCK, TILE):
         record, there = _window_places(
-            tile * SLOTS + tl.arange(0, SLOTS), row, slot, position, inside, first, records, ring,
+            tile + tl.arange(0, TILE), row, slot, position, inside, first, records, ring,
             ring_slot_stride, ring_entry_stride, DIM, RING, WINDOW, BLOCK,
         )  # fmt: skip
-        for part in range(DIM // 2 // PAIRS):
-            values = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
-            ours = _queries(queries, query, mask, part, PAIRS, WIDE)
-            scores = tl.dot(_operand(ours), tl.trans(_operand(values)), scores)
-        _store_weights(
-            scores * scale, there, record, weights, places, tops, totals, tile, head,
-            HEADS, SLOTS, NUM_SLOTS,
-        )  # fmt: skip
-    elif TOPK > 0:
-        seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
+        values = _window_values(record, there, DIM)
+        top, total, sums = _add_tile(ours, values, there, scale, 1.0, top, total, sums)
+    seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
+    for tile in range(0, TOPK, TILE):
         record, there = _entry_places(
-            (tile - WINDOW_TILES) * SLOTS + tl.arange(0, SLOTS), chosen + row * chosen_stride,
+            tile + tl.arange(0, TILE), chosen + row * chosen_stride,
             block_table + seq * table_stride, compressed, block_stride, DIM, TOPK, ENTRIES,
         )  # fmt: skip
-        for part in range(DIM // 2 // PAIRS):
-            values = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
-            ours = _queries(queries, query, mask, part, PAIRS, WIDE)
-            scores = tl.dot(_operand(ours), tl.trans(_operand(values)), scores)
-        _store_weights(
-            scores * (scale * _ENTRY_BOOST), there, record, weights, places, tops, totals, tile,
-            head, HEADS, SLOTS, NUM_SLOTS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _tile_factor(tops, tile, head, top, HEADS: tl.constexpr):
-    """What the weights of a tile are to be multiplied by, float32 [heads]."""
-    return _exp(tl.load(tops + tile * HEADS + head, mask=head < HEADS, other=_NOWHERE) - top)
-
-
-@triton.jit
-def _rounded_weights(weights, slot, head, factor, HEADS: tl.constexpr, NUM_SLOTS: tl.constexpr):
-    """Weights of some slots of a tile relative to the row's largest score, bf16 [heads, slots]."""
-    place = weights + head[:, None] * NUM_SLOTS + slot[None, :]
-    weight = tl.load(place, mask=(head < HEADS)[:, None], other=0.0)
-    return _rounded(weight * factor[:, None])
-
-
-@triton.jit
-def _records(places, slot, ALIGNMENT: tl.constexpr):
-    """The record of each slot, and which slots have one."""
-    place = tl.load(places + slot)
-    record = place.to(tl.pointer_type(tl.uint8))
-    return tl.multiple_of(record, ALIGNMENT), place != 0
-
-
-@triton.jit(do_not_specialize=["first_row"])
-def values_kernel(
-    weights,
-    places,
-    tops,
-    totals,
-    sink,
-    cos,
-    sin,
-    out,
-    first_row,
-    HEADS: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
-    DIM: tl.constexpr,
-    WINDOW_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    TILES_PADDED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    STEP: tl.constexpr,
-    PAIRS: tl.constexpr,
-    ROPE: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """2 * PAIRS dimensions of one row's result, STEP slots at a time.
-
-    Grid (DIM / 2 / PAIRS, ceil(HEADS / HEAD_TILE), rows).
-    """
-    if OVERLAP:
-        gdc_wait()  # for the first kernel, whose last programs leave room for those of this one
-    part = tl.program_id(0)
-    local = tl.program_id(2).to(tl.int64)
-    row = local + first_row
-    head = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
-    mask = head < HEADS
-    NUM_SLOTS: tl.constexpr = TILES * SLOTS
-    weights += local * HEADS * NUM_SLOTS
-    places += local * NUM_SLOTS
-    tops += local * TILES * HEADS
-    totals += local * TILES * HEADS
-    tile = tl.arange(0, TILES_PADDED)[:, None]
-    all_tops = tl.load(
-        tops + tile * HEADS + head[None, :],
-        mask=(tile < TILES) & mask[None, :],
-        other=_NOWHERE,
-    )
-    top = tl.where(mask, tl.max(all_tops, axis=0), 0.0)
-    total = _exp(tl.load(sink + head, mask=mask, other=0.0) - top)
-    for i in tl.static_range(TILES):
-        more = tl.load(totals + i * HEADS + head, mask=mask, other=0.0)
-        total += more * _tile_factor(tops, i, head, top, HEADS)
-    sums = tl.zeros((HEAD_TILE, 2 * PAIRS), dtype=tl.float32)
-    for i in range(WINDOW_TILES * SLOTS // STEP):
-        slot = i * STEP + tl.arange(0, STEP)
-        record, there = _records(places, slot, ALIGNMENT)
-        values = _window_values(record, there, part, DIM, PAIRS, ALIGNMENT)
-        factor = _tile_factor(tops, i * STEP // SLOTS, head, top, HEADS)
-        weight = _operand(_rounded_weights(weights, slot, head, factor, HEADS, NUM_SLOTS))
-        sums = tl.dot(weight, _operand(values), sums)
-    for i in range(WINDOW_TILES * SLOTS // STEP, TILES * SLOTS // STEP):
-        slot = i * STEP + tl.arange(0, STEP)
-        record, there = _records(places, slot, ALIGNMENT)
-        values = _entry_values(record, there, part, DIM, PAIRS, ALIGNMENT)
-        factor = _tile_factor(tops, i * STEP // SLOTS, head, top, HEADS)
-        factor *= _ENTRY_BOOST
-        weight = _operand(_rounded_weights(weights, slot, head, factor, HEADS, NUM_SLOTS))
-        sums = tl.dot(weight, _operand(values), sums)
-    even, odd = _apart(_widened(_rounded(sums / total[:, None])))
-    pair = part * PAIRS + tl.arange(0, PAIRS)
+        values = _entry_values(record, there, DIM)
+        top, total, sums = _add_tile(ours, values, there, scale, ENTRY_BOOST, top, total, sums)
+    # The sink is one logit more, without a value; it may be the largest.
+    logit = tl.load(sink + head, mask=mask, other=0.0) * LOG2_E
+    higher = tl.maximum(top, logit)
+    total = total * _exp2(top - higher) + _exp2(logit - higher)
+    even, odd = _apart(_widened(_rounded(sums * (_exp2(top - higher) / total)[:, None])))
+    pair = tl.arange(0, DIM // 2)
     if ROPE > 0:
         # Channels before the rotated ones are multiplied by one and added zero: not touched.
         channel = 2 * pair - (DIM - ROPE)
@@ -495,8 +346,7 @@ def values_kernel(
         turned_odd = odd * cos_odd[None, :] - even * sin_odd[None, :]
         even = tl.where(turned[None, :], turned_even, even)
         odd = tl.where(turned[None, :], turned_odd, odd)
-    channel = 2 * part * PAIRS + tl.arange(0, 2 * PAIRS)
-    place = out + (row * HEADS + head)[:, None] * DIM + channel[None, :]
+    place = out + (row * HEADS + head)[:, None] * DIM + tl.arange(0, DIM)[None, :]
     both = _rounded(tl.interleave(even, odd))
     if out.dtype.element_ty == tl.float32:
         tl.store(place, _widened(both), mask=mask[:, None])
