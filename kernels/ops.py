@@ -59,7 +59,12 @@ sparse_attention = Operation(
 block_attention = Operation("draft attention", paged.block_attention, "attention:block_attention")
 paged_scores = Operation("index scores", paged.paged_scores, "indexer:paged_scores", (DEEP_GEMM,))
 select_top = Operation("index top-k", indexer.select_top, "topk:select_top")
-candidate_mask = Operation("candidate blocks", indexer.candidate_mask, "indexer:candidate_mask")
+candidate_blocks = Operation(
+    "candidate blocks", indexer.candidate_blocks, "indexer:candidate_blocks"
+)
+candidate_scores = Operation(
+    "index scores of candidates", paged.candidate_scores, "indexer:candidate_scores"
+)
 pool_pairs = Operation("compressor", compressor.pool_pairs, "compressor:pool_pairs")
 
 mix = Operation("mHC mix", hyper.mix, "hyper:mix")

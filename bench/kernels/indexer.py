@@ -24,8 +24,10 @@ from phalanx.kernels.reference.quant import qf4_idx_roundtrip
 from phalanx.kernels.triton.configs import Config
 from phalanx.kernels.triton.indexer import (
     CANDIDATES,
+    CANDIDATES_LISTED,
     CANDIDATES_MANY,
-    candidate_mask,
+    candidate_blocks,
+    candidate_scores,
     paged_scores,
     settings_key,
 )
@@ -38,6 +40,8 @@ RECORD: Final = 68
 BLOCK: Final = 128  # entries of a block at ratio 1
 BLOCK_BYTES: Final = 114048  # of the pool, all owners'
 TOP: Final = 512
+CANDIDATE_SIZE: Final = 8
+CANDIDATE_BLOCKS: Final = 2048
 
 
 class _Case:
@@ -70,7 +74,25 @@ class _Case:
             self.seqs,
             self.visible,
             self.num_entries,
-            rows_per_seq=self.num_rows // len(self.table),
+            settings=settings,
+        )
+
+    def candidates(self) -> Tensor:
+        """Blocks as a choice among random scores spreads them, int64 [rows, CANDIDATE_BLOCKS]."""
+        scores = torch.rand(self.num_rows, self.num_entries // CANDIDATE_SIZE, device="cuda")
+        kept = scores.topk(CANDIDATE_BLOCKS, dim=1, sorted=False).indices
+        return kept.sort(dim=1).values
+
+    def run_candidates(self, blocks: Tensor, settings: Config | None = None) -> Tensor:
+        return candidate_scores(
+            self.queries,
+            self.weights,
+            self.keys,
+            self.table,
+            self.seqs,
+            self.visible,
+            blocks,
+            CANDIDATE_SIZE,
             settings=settings,
         )
 
@@ -125,6 +147,8 @@ def figures(limits: Ceilings) -> list[Figure]:
                 alternative_us=case.torch_us(),
             )
         )
+        if entries > CANDIDATE_SIZE * CANDIDATE_BLOCKS:
+            rows.append(_candidate_figure(case, limits))
         del case
     return rows + [
         figure
@@ -133,19 +157,36 @@ def figures(limits: Ceilings) -> list[Figure]:
     ]
 
 
+def _candidate_figure(case: _Case, limits: Ceilings) -> Figure:
+    """The alternative: scores of all entries, as where nothing is known of candidates."""
+    blocks, count = case.candidates(), CANDIDATE_SIZE * CANDIDATE_BLOCKS
+    num_bytes = case.num_rows * (count * (RECORD + 2) + HEADS * (DIM * 4 + 2)) + blocks.nbytes
+    return Figure(
+        "index scores of candidates",
+        f"{case.num_rows} rows, {count} of {case.num_entries} entries",
+        time_us(lambda: case.run_candidates(blocks)),
+        limits.floor_us(num_bytes, 2 * case.num_rows * count * HEADS * DIM),
+        alternative="all scores",
+        alternative_us=case.us(),
+    )
+
+
 def _choices(shape: tuple[int, int], limits: Ceilings) -> list[Figure]:
     """Against reading the scores once; nothing smaller than that is aimed at."""
     scores = (torch.randn(shape, device="cuda") / 8).bfloat16()
     visible = torch.full(shape[:1], shape[1], device="cuda")
     once = scores.numel() * 2
-    mask = candidate_mask(scores, visible, block_size=8, num_blocks=2048)
     text = f"{shape[0]} x {shape[1]}"
 
+    def kept() -> Tensor:
+        return candidate_blocks(
+            scores, visible, block_size=CANDIDATE_SIZE, num_blocks=CANDIDATE_BLOCKS
+        )
+
     def best_blocks() -> Tensor:
-        best = scores.view(shape[0], -1, 8).amax(dim=-1)
-        kept = best.topk(min(2048, best.shape[1]), dim=1, sorted=False).indices
-        chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
-        return chosen.repeat_interleave(8, dim=1, output_size=shape[1])
+        best = scores.view(shape[0], -1, CANDIDATE_SIZE).amax(dim=-1)
+        count = min(CANDIDATE_BLOCKS, best.shape[1])
+        return best.topk(count, dim=1, sorted=False).indices.sort(dim=1).values
 
     def figure(
         name: str, run: Callable[[], object], size: int, other: Callable[[], object]
@@ -159,9 +200,6 @@ def _choices(shape: tuple[int, int], limits: Ceilings) -> list[Figure]:
             alternative_us=time_us(other),
         )
 
-    def hidden() -> Tensor:
-        return scores.masked_fill(~mask, float("-inf"))
-
     return [
         figure(
             "select top",
@@ -169,18 +207,7 @@ def _choices(shape: tuple[int, int], limits: Ceilings) -> list[Figure]:
             once,
             lambda: scores.topk(TOP, dim=1, sorted=False).indices.sort(dim=1),
         ),
-        figure(
-            "select top of candidates",
-            lambda: select_top(scores, TOP, candidates=mask),
-            once + once // 2,
-            lambda: hidden().topk(TOP, dim=1, sorted=False).indices.sort(dim=1),
-        ),
-        figure(
-            "candidate mask",
-            lambda: candidate_mask(scores, visible, block_size=8, num_blocks=2048),
-            once + once // 2,
-            best_blocks,
-        ),
+        figure("candidate blocks", kept, once, best_blocks),
     ]
 
 
@@ -207,16 +234,22 @@ def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
     few, pairs = _Case(pool, 32, 1, 131072), _Case(pool, 64, 6, 16384)
     many = _Case(pool, 1, 4096, 16384)
     trials: list[tuple[str, str, Callable[[Config], object], list[Config]]] = [
-        ("paged_scores", settings_key(32, HEADS, DIM), few.run, CANDIDATES),
-        ("paged_scores", settings_key(384, HEADS, DIM, 6), pairs.run, CANDIDATES_MANY),
-        ("paged_scores", settings_key(4096, HEADS, DIM), many.run, CANDIDATES_MANY),
+        ("paged_scores", settings_key(32, 32, HEADS, DIM), few.run, CANDIDATES),
+        ("paged_scores", settings_key(384, 64, HEADS, DIM), pairs.run, CANDIDATES_MANY),
+        ("paged_scores", settings_key(4096, 1, HEADS, DIM), many.run, CANDIDATES_MANY),
+        (
+            "candidate_scores",
+            f"{HEADS}x{DIM}",
+            partial(few.run_candidates, few.candidates()),
+            CANDIDATES_LISTED,
+        ),
         ("select_top", f"{TOP}", partial(_choose, scores), CHOICE_CANDIDATES),
     ]
     with _compiled():
         for _, _, run, candidates in trials:
             for settings in candidates:
                 run(settings)
-    table: dict[str, dict[str, Config]] = {"paged_scores": {}, "select_top": {}}
+    table: dict[str, dict[str, Config]] = {name: {} for name, *_ in trials}
     for operation, key, run, candidates in trials:
         table[operation][key] = _fastest(f"{operation} {key}", run, candidates)
     return table

@@ -39,15 +39,27 @@ def hide_future(scores: Tensor, num_visible: Tensor) -> Tensor:
     return scores.masked_fill(entry >= num_visible.unsqueeze(1), _HIDDEN)
 
 
-def select_top(scores: Tensor, count: int) -> Tensor:
+def select_top(scores: Tensor, count: int, blocks: Tensor | None = None) -> Tensor:
     """The best `count` entries of each row that are not -inf, in position order.
 
     Args:
         scores: bf16 values as float32 [R, E].
+        blocks: int64 [R, B], as from `candidate_blocks`, if the scores are those of these blocks'
+            entries side by side, E / B each; None: if they are those of entries 0, 1, ...
 
     Returns:
         int64 [R, count], filled up with -1 at the end.
     """
+    chosen = _select_columns(scores, count)
+    if blocks is None or blocks.numel() == 0:
+        return chosen
+    size = scores.shape[1] // blocks.shape[1]
+    column = chosen.clamp(min=0)
+    entry = blocks.gather(1, column // size) * size + column % size
+    return entry.where(chosen >= 0, -1)
+
+
+def _select_columns(scores: Tensor, count: int) -> Tensor:
     num_rows, num_entries = scores.shape
     chosen = scores.new_full((num_rows, count), -1, dtype=torch.int64)
     kept = min(count, num_entries)
@@ -67,10 +79,10 @@ def _ordered_keys(scores: Tensor) -> Tensor:
     return (ordered << 32) - torch.arange(scores.shape[1], device=scores.device)
 
 
-def candidate_mask(
+def candidate_blocks(
     scores: Tensor, num_visible: Tensor, *, block_size: int, num_blocks: int
 ) -> Tensor:
-    """Entries of the best blocks, among which later layers choose.
+    """The best blocks of entries, among which later layers choose.
 
     A block counts as much as its best entry; the block of the newest visible entry always stays.
 
@@ -81,7 +93,7 @@ def candidate_mask(
         num_blocks: blocks that are kept.
 
     Returns:
-        bool [R, E].
+        int64 [R, num_blocks], rising, filled up with -1 at the end.
     """
     num_rows, num_entries = scores.shape
     short = -num_entries % block_size
@@ -91,8 +103,24 @@ def candidate_mask(
     block = torch.arange(best.shape[1], device=best.device)
     pinned = (block == newest.unsqueeze(1)) & (num_visible > 0).unsqueeze(1)
     best = best.masked_fill(pinned, float("inf"))
-    kept = select_top(best, num_blocks)
+    return select_top(best, num_blocks)
+
+
+def candidate_mask(
+    scores: Tensor, num_visible: Tensor, *, block_size: int, num_blocks: int
+) -> Tensor:
+    """bool [R, E]: the entries of `candidate_blocks`."""
+    kept = candidate_blocks(scores, num_visible, block_size=block_size, num_blocks=num_blocks)
+    num_rows, num_entries = scores.shape
+    in_all = -(-num_entries // block_size)
     # One column more than blocks: the fill value -1 lands there.
-    mask = scores.new_zeros((num_rows, best.shape[1] + 1), dtype=torch.bool)
-    mask.scatter_(1, kept.where(kept >= 0, best.shape[1]), True)
+    mask = scores.new_zeros((num_rows, in_all + 1), dtype=torch.bool)
+    mask.scatter_(1, kept.where(kept >= 0, in_all), True)
     return mask[:, :-1].repeat_interleave(block_size, dim=1)[:, :num_entries]
+
+
+def block_entries(blocks: Tensor, block_size: int) -> Tensor:
+    """Blocks int64 [R, B], -1 for none -> their entries int64 [R, B * block_size], -1 for none."""
+    inner = torch.arange(block_size, device=blocks.device)
+    entries = blocks.unsqueeze(2) * block_size + inner
+    return entries.masked_fill_(blocks.unsqueeze(2) < 0, -1).flatten(1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.reference.attention import sink_attention
-from phalanx.kernels.reference.indexer import entry_scores, hide_future
+from phalanx.kernels.reference.indexer import block_entries, entry_scores, hide_future
 from phalanx.kernels.reference.quant import decode_compressed, decode_index_key, decode_window
 from phalanx.kernels.reference.rope import RopeTable, rotate
 
@@ -151,3 +151,29 @@ def paged_scores(
         keys = decode_index_key(index_keys[block_table[:, column]])[seqs]
         scores[:, column] = entry_scores(queries.float(), keys, head_weights.float())
     return hide_future(scores.flatten(1)[:, :num_entries_max], visible)
+
+
+def candidate_scores(
+    queries: Tensor,
+    head_weights: Tensor,
+    index_keys: Tensor,
+    block_table: Tensor,
+    seqs: Tensor,
+    visible: Tensor,
+    blocks: Tensor,
+    block_size: int,
+) -> Tensor:
+    """`paged_scores` of the entries of each row's candidate blocks alone, side by side.
+
+    Args:
+        blocks: int64 [R, B], of `block_size` entries each, -1 for none; as from
+            `indexer.candidate_blocks`.
+
+    Returns:
+        bf16 values as float32 [R, B * block_size], -inf where a row sees no such entry.
+    """
+    entries = block_entries(blocks, block_size)
+    most = block_table.shape[1] * index_keys.shape[1]
+    scores = paged_scores(queries, head_weights, index_keys, block_table, seqs, visible, most)
+    unseen = (entries < 0) | (entries >= visible.unsqueeze(1))
+    return scores.gather(1, entries.clamp(0, most - 1)).masked_fill(unseen, float("-inf"))

@@ -71,54 +71,61 @@ def _reaching(key, threshold):
 
 
 @triton.jit
+def _threshold(key, count):
+    """The largest threshold that `count` keys reach, where so many are not hidden."""
+    # Mostly within two binades of the best. It lies in threshold .. threshold + span - 1.
+    span = 256
+    threshold = tl.max(key) - (span - 1)
+    while _reaching(key, threshold) < count:
+        span *= 2
+        threshold -= span
+    while span > 1:
+        span = span // 2
+        threshold = tl.where(_reaching(key, threshold + span) >= count, threshold + span, threshold)
+    return threshold
+
+
+@triton.jit(do_not_specialize=["width", "score_stride", "chosen_stride"])
 def _select_kernel(
     scores,
-    candidates,
     positions,
+    blocks,
     chosen,
     width,
     count,
     score_stride,
-    candidate_stride,
+    block_stride,
     chosen_stride,
     TILE: tl.constexpr,
     FILL: tl.constexpr,
-    MASKED: tl.constexpr,
     LISTED: tl.constexpr,
+    SIZE: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """The winners of one tile of one row.
+    """The winners of one tile of one row; sizes are multiples of VECTOR.
 
     The tile is of the row itself, or (LISTED) of its list of positions, [R, width] with -1 for none.
+    Winners are written as positions, or (SIZE) as entries of the row's blocks of SIZE.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
+    score_stride = score_stride // VECTOR * VECTOR
+    if not LISTED:
+        width = width // VECTOR * VECTOR
     slot = tile * TILE + tl.arange(0, TILE)
     inside = slot < width
     position = slot
     if LISTED:
         position = tl.load(positions + row * width + slot, mask=inside, other=-1)
         inside = position >= 0
-    if MASKED:
-        inside &= tl.load(candidates + row * candidate_stride + position, mask=inside, other=0) != 0
     key = ordered_key(load_bits(scores + row * score_stride + position, inside))
     key = _settled(key)
 
-    # The largest threshold that `count` keys reach; without that many, all that is not hidden.
     threshold = tl.full((), _HIDDEN, tl.int32)
     spare = 0
     seen = _reaching(key, threshold + 1)
     if seen > count:
-        # Mostly within two binades of the best. It lies in threshold .. threshold + span - 1.
-        span = 256
-        threshold = tl.max(key) - (span - 1)
-        while _reaching(key, threshold) < count:
-            span *= 2
-            threshold -= span
-        while span > 1:
-            span = span // 2
-            threshold = tl.where(
-                _reaching(key, threshold + span) >= count, threshold + span, threshold
-            )
+        threshold = _threshold(key, count)
         spare = count - _reaching(key, threshold + 1)
 
     target = chosen + row * chosen_stride + tile * count
@@ -129,7 +136,12 @@ def _select_kernel(
         above_so_far, at_so_far = running & 0xFFFF, running >> 16
         take = above | (at & (at_so_far <= spare))
         place = above_so_far + tl.minimum(at_so_far, spare) - 1
-        tl.store(target + place, position.to(chosen.dtype.element_ty), mask=take)
+        if SIZE > 0:
+            block = tl.load(blocks + row * block_stride + position // SIZE, mask=take, other=0)
+            entry = block * SIZE + position % SIZE
+        else:
+            entry = position
+        tl.store(target + place, entry.to(chosen.dtype.element_ty), mask=take)
     fill = tl.arange(0, FILL)
     tl.store(
         target + fill,
@@ -138,23 +150,33 @@ def _select_kernel(
     )
 
 
+def vector(scores: Tensor) -> int:
+    """How many scores a load may take at a time."""
+    return 8 if (scores.shape[1] | scores.stride(0)) % 8 == 0 else 1
+
+
+def _warps(num_warps: int, tile: int, wide: int) -> int:
+    """Of a program: as many for an entry as where the tile is `wide`, and one for 128 at most."""
+    return max(1, min(num_warps * max(1, tile // wide), tile // 128, 32))
+
+
 def select_top(
     scores: Tensor,
     count: int,
+    blocks: Tensor | None = None,
     *,
-    candidates: Tensor | None = None,
     settings: Config | None = None,
 ) -> Tensor:
     """The best `count` entries of each row that are not -inf, in position order.
 
-    Equal (`==`) to `reference.select_top(scores.masked_fill(~candidates, -inf), count)`: ties go to
-    the lower position. A NaN without a sign counts as more than +inf, as in the reference; a NaN
-    with the sign bit set counts as -inf.
+    Equal (`==`) to `reference.select_top`: ties go to the lower position. A NaN without a sign
+    counts as more than +inf, as in the reference; a NaN with the sign bit set counts as -inf.
 
     Args:
         scores: bf16, or float32 that holds bf16 values, [R, E]; the last dimension contiguous.
         count: at most COUNT_MAX.
-        candidates: bool [R, E]; entries outside count as -inf. None: all are candidates.
+        blocks: int64 [R, B], as from `candidate_blocks`, if the scores are those of these blocks'
+            entries side by side, E / B each; None: if they are those of entries 0, 1, ...
         settings: `tile` (a power of two), `num_warps`, `registers`; they change no result.
 
     Returns:
@@ -169,32 +191,36 @@ def select_top(
     chosen = torch.empty((num_rows, count), dtype=torch.int64, device=scores.device)
     if width == 0 or chosen.numel() == 0:
         return chosen.fill_(-1)
+    size = 0 if blocks is None else width // blocks.shape[1]
     use = settings or config("select_top", f"{count}", _DEFAULT)
-    tile_max = max(use["tile"], 4 * triton.next_power_of_2(count))
+    # Tiles of three sizes at all widths, so that few variants are compiled: for narrow rows, for rows
+    # that just fit a program, for wider ones and lists of winners.
+    wide = max(use["tile"], 4 * triton.next_power_of_2(count))
     listed: Tensor | None = None
     while True:
-        num_tiles = triton.cdiv(width, tile_max)
+        tile = wide
+        if listed is None and width <= 2 * wide:
+            tile = wide // 8 if width <= wide // 8 else 2 * wide
+        num_tiles = triton.cdiv(width, tile)
         target = chosen
         if num_tiles > 1:
-            target = torch.empty(
-                (num_rows, num_tiles * count), dtype=torch.int32, device=scores.device
-            )
-        tile = max(16, triton.next_power_of_2(min(width, tile_max)))
+            target = chosen.new_empty((num_rows, num_tiles * count), dtype=torch.int32)
         _select_kernel[(num_rows, num_tiles)](
             scores,
-            scores if candidates is None else candidates.view(torch.uint8),
             target if listed is None else listed,
+            target if blocks is None else blocks,
             target,
             width,
             count,
             scores.stride(0),
-            0 if candidates is None else candidates.stride(0),
+            0 if blocks is None else blocks.stride(0),
             target.stride(0),
             TILE=tile,
             FILL=triton.next_power_of_2(count),
-            MASKED=candidates is not None and listed is None,
             LISTED=listed is not None,
-            num_warps=min(use["num_warps"], max(1, tile // 128)),
+            SIZE=size if num_tiles == 1 else 0,
+            VECTOR=vector(scores),
+            num_warps=_warps(use["num_warps"], tile, wide),
             maxnreg=use["registers"] or None,
         )
         if num_tiles == 1:

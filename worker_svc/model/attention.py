@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.ops import (
-    candidate_mask,
+    candidate_blocks,
+    candidate_scores,
     decode_compressed,
     decode_index_key,
     decode_window,
@@ -24,7 +25,7 @@ from phalanx.kernels.ops import (
     store_index_keys,
 )
 from phalanx.kernels.reference.attention import sink_attention
-from phalanx.kernels.reference.indexer import entry_scores, hide_future
+from phalanx.kernels.reference.indexer import candidate_mask, entry_scores, hide_future
 from phalanx.kernels.reference.rope import RopeTable
 from phalanx.kernels.reference.rows import round_bf16
 from phalanx.kernels.registry import on_gpu
@@ -168,14 +169,61 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
 
 def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:
     """Choose entries for every row: int64 [P, top-k], -1 where there is none."""
+    queries, head_weights = _index_queries(step, weights, layer, x, latent)
+    choose = _choose_records if on_gpu(x) else _choose_decoded
+    chosen = choose(step, layer, queries, head_weights)
+    step.note("topk", layer, chosen)
+    return chosen
+
+
+def _index_queries(
+    step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Queries [P, heads, dim] after QF4, and weights of the heads [P, heads]."""
+    assert weights.indexer is not None
+    heads, dim = step.config.index_n_heads, step.config.index_head_dim
+    queries = matmul_rows(latent, weights.indexer.wq, rounded=True).view(-1, heads, dim)
+    queries = qf4_idx_roundtrip(rotate(queries, step.rope(layer)))
+    step.note("index_q", layer, queries)
+    head_weights = matmul_rows(x, weights.indexer.weights_proj, rounded=True)
+    return queries, round_bf16(head_weights * (dim**-0.5 * heads**-0.5))
+
+
+def _choose_records(step: Step, layer: int, queries: Tensor, head_weights: Tensor) -> Tensor:
+    """On a GPU: score keys where they lie; after the candidate source, those of candidates alone."""
+    config, rows = step.config, step.rows
+    entries, owner = rows.entries[config.ratio(layer)], config.kv_owner(layer)
+    assert owner is not None
+    read = (step.pools.index_keys[owner], rows.block_table, rows.seqs, entries.visible)
+    size, count = config.candidate_block_size, config.candidate_topk_blocks
+    if config.uses_candidates(layer) and step.candidate_blocks is not None:
+        blocks = step.candidate_blocks
+        scores = candidate_scores(queries, head_weights, *read, blocks, size)
+        return select_top(scores, config.index_topk, blocks)
+    num_entries = entries.num_columns * entries.num_entries
+    scores = paged_scores(queries, head_weights, *read, num_entries)
+    step.note("index_score", layer, scores)
+    if layer == config.candidate_source_layer_id:
+        if num_entries > size * count:  # else all that a row sees are candidates
+            step.candidate_blocks = candidate_blocks(
+                scores, entries.visible, block_size=size, num_blocks=count
+            )
+        if step.observer is not None:
+            mask = candidate_mask(
+                scores.float(), entries.visible, block_size=size, num_blocks=count
+            )
+            step.note("candidates", layer, mask)
+    return select_top(scores, config.index_topk)
+
+
+def _choose_decoded(step: Step, layer: int, queries: Tensor, head_weights: Tensor) -> Tensor:
     config = step.config
-    entries = step.rows.entries[config.ratio(layer)]
-    scores = _scores(step, weights, layer, x, latent)
+    scores = _scores(step, layer, queries, head_weights)
     step.note("index_score", layer, scores)
     if layer == config.candidate_source_layer_id:
         step.candidates = candidate_mask(
             scores,
-            entries.visible,
+            step.rows.entries[config.ratio(layer)].visible,
             block_size=config.candidate_block_size,
             num_blocks=config.candidate_topk_blocks,
         )
@@ -183,37 +231,16 @@ def _choose(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent
     elif config.uses_candidates(layer):
         assert step.candidates is not None
         scores = scores.masked_fill(~step.candidates, float("-inf"))
-    chosen = select_top(scores, config.index_topk)
-    step.note("topk", layer, chosen)
-    return chosen
+    return select_top(scores, config.index_topk)
 
 
-def _scores(step: Step, weights: AttentionWeights, layer: int, x: Tensor, latent: Tensor) -> Tensor:
+def _scores(step: Step, layer: int, queries: Tensor, head_weights: Tensor) -> Tensor:
     """Index scores of the entries a row may see, float32 [P, columns * entries], others -inf."""
-    assert weights.indexer is not None
     config, rows = step.config, step.rows
     entries = rows.entries[config.ratio(layer)]
-    heads, dim = config.index_n_heads, config.index_head_dim
-    queries = matmul_rows(latent, weights.indexer.wq, rounded=True).view(-1, heads, dim)
-    queries = qf4_idx_roundtrip(rotate(queries, step.rope(layer)))
-    step.note("index_q", layer, queries)
-    head_weights = matmul_rows(x, weights.indexer.weights_proj, rounded=True)
-    head_weights = round_bf16(head_weights * (dim**-0.5 * heads**-0.5))
-    if on_gpu(x):
-        owner = config.kv_owner(layer)
-        assert owner is not None
-        return paged_scores(
-            queries,
-            head_weights,
-            step.pools.index_keys[owner],
-            rows.block_table,
-            rows.seqs,
-            entries.visible,
-            entries.num_columns * entries.num_entries,
-        )
     keys = _page_keys(step, layer)
     scores = torch.full((rows.num_padded, entries.num_columns, entries.num_entries), float("-inf"))
-    chunk = max(1, _SCORE_CHUNK // (entries.num_entries * dim))
+    chunk = max(1, _SCORE_CHUNK // (entries.num_entries * config.index_head_dim))
     pages = step.pages(config.ratio(layer))
     for start in range(0, len(pages.pair_rows), chunk):
         part = slice(start, start + chunk)

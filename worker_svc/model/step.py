@@ -96,7 +96,9 @@ class Step(LayerContext):
         index_keys: float32 [pages, entries, index dim] by KV owner.
         chosen: on a CPU, the entries that rows attend to, by index owner.
         picked: on a GPU, int64 [P, top-k], entries of each row's sequence, by index owner.
-        candidates: bool [P, entries], once the candidate source has run.
+        candidates: on a CPU, bool [P, entries], once the candidate source has run.
+        candidate_blocks: on a GPU, int64 [P, blocks] of each row's sequence, likewise; None where
+            they would be all blocks.
         tail: what the decoder half computes, if not this whole step.
         entries_stored: whether this is such a tail, whose owner's entries were stored for all rows.
     """
@@ -112,6 +114,7 @@ class Step(LayerContext):
     chosen: dict[int, Chosen] = field(default_factory=dict)
     picked: dict[int, Tensor] = field(default_factory=dict)
     candidates: Tensor | None = None
+    candidate_blocks: Tensor | None = None
     tail: Tail | None = None
     entries_stored: bool = False
     _pages: dict[int, Pages] = field(default_factory=dict)

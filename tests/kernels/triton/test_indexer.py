@@ -15,8 +15,10 @@ from phalanx.kernels.reference.quant import (
 from phalanx.kernels.triton.configs import Config
 from phalanx.kernels.triton.indexer import (
     CANDIDATES,
+    CANDIDATES_LISTED,
     CANDIDATES_MANY,
-    candidate_mask,
+    candidate_blocks,
+    candidate_scores,
     paged_scores,
 )
 from phalanx.kernels.triton.topk import select_top
@@ -24,13 +26,17 @@ from phalanx.kernels.triton.topk import select_top
 HIDDEN = float("-inf")
 ONE_ROW: Config = {
     "rows": 1,
+    "side": 1,
+    "piece": 4,
     "tile": 64,
     "tiles": 2,
+    "programs": 1,
     "num_warps": 4,
     "num_stages": 3,
     "registers": 0,
 }
-FEW_ROWS: Config = ONE_ROW | {"rows": 4, "tiles": 3}
+PIECES: Config = ONE_ROW | {"piece": 1}
+FEW_ROWS: Config = ONE_ROW | {"rows": 4, "side": 2, "tiles": 3}
 
 
 @dataclass(frozen=True)
@@ -43,21 +49,23 @@ class Case:
     visible: Tensor
     num_entries: int
 
-    def scores(self, device: torch.device, settings: Config, dtype: torch.dtype) -> Tensor:
-        """From tensors of `dtype`."""
+    def arguments(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        """All but the number of entries, floats as `dtype`."""
         bytes_of_blocks = self.index_keys.flatten(1)
         # Blocks lie apart in the pool, as the engine's do.
         pool = torch.full((len(bytes_of_blocks), bytes_of_blocks.shape[1] + 64), 0xFF).byte()
         pool[:, 32:-32] = bytes_of_blocks
-        keys = pool.to(device)[:, 32:-32].unflatten(1, self.index_keys.shape[1:])
-        return paged_scores(
+        return [
             self.queries.to(device, dtype),
             self.head_weights.to(device, dtype),
-            keys,
+            pool.to(device)[:, 32:-32].unflatten(1, self.index_keys.shape[1:]),
             *(x.to(device) for x in (self.block_table, self.seqs, self.visible)),
-            self.num_entries,
-            out_dtype=dtype,
-            settings=settings,
+        ]
+
+    def scores(self, device: torch.device, settings: Config, dtype: torch.dtype) -> Tensor:
+        """From tensors of `dtype`."""
+        return paged_scores(
+            *self.arguments(device, dtype), self.num_entries, out_dtype=dtype, settings=settings
         ).cpu()
 
     def expected(self) -> Tensor:
@@ -120,7 +128,7 @@ def exact_case(heads: int, dim: int) -> Case:
     )
 
 
-@pytest.mark.parametrize("settings", [ONE_ROW, FEW_ROWS])
+@pytest.mark.parametrize("settings", [ONE_ROW, FEW_ROWS, PIECES])
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype"), [(4, 64, torch.float32), (32, 128, torch.bfloat16)]
 )
@@ -145,7 +153,8 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "block", "settings"), [(4, 64, 64, FEW_ROWS), (32, 128, 128, ONE_ROW)]
+    ("heads", "dim", "block", "settings"),
+    [(4, 64, 64, FEW_ROWS), (32, 128, 128, ONE_ROW)],
 )
 def test_scores(device: torch.device, heads: int, dim: int, block: int, settings: Config) -> None:
     case = make_case(heads, dim, block, [1, 3], 2)
@@ -208,6 +217,30 @@ def test_columns_may_end_within_a_tile(device: torch.device) -> None:
         assert torch.equal(got, whole[:, :90])
 
 
+@pytest.mark.parametrize(("size", "count"), [(4, 20), (5, 13)])
+def test_scores_of_candidates(device: torch.device, size: int, count: int) -> None:
+    case = make_case(4, 64, 64, [1, 3], 2, seed=4)
+    case.visible[3] = 7  # fewer than a tile
+    whole = case.scores(device, ONE_ROW, torch.float32)
+    # Some blocks of each row, one beyond what it sees, and -1 at the end.
+    generator = torch.Generator().manual_seed(5)
+    in_all = -(-case.num_entries // size)
+    wanted = torch.rand((4, in_all), generator=generator) < 0.6
+    wanted &= torch.arange(in_all) * size <= case.visible[:, None]
+    blocks = reference.select_top(torch.where(wanted, 0.0, HIDDEN), count)
+    assert (blocks < 0).any() and (blocks >= 0).any(dim=1).all()
+    arguments = case.arguments(device, torch.float32)
+    got = candidate_scores(
+        *arguments, blocks.to(device), size, out_dtype=torch.float32, settings=ONE_ROW
+    ).cpu()
+    entries = reference.block_entries(blocks, size)
+    unseen = (entries < 0) | (entries >= case.num_entries)
+    expected = whole.gather(1, entries.masked_fill(unseen, 0)).masked_fill_(unseen, HIDDEN)
+    assert torch.equal(got, expected)
+    none = candidate_scores(*arguments, blocks.to(device)[:, :0], size, settings=ONE_ROW)
+    assert none.shape == (4, 0)
+
+
 def test_unsupported_keys_are_refused(device: torch.device) -> None:
     case = make_case(4, 64, 64, [1], 1)
     with pytest.raises(ValueError, match="multiple of 64"):
@@ -232,7 +265,7 @@ def coarse_scores(rows: int, entries: int, seed: int) -> Tensor:
 SMALL_TILE: Config = {"tile": 64, "num_warps": 4, "registers": 0}
 
 
-@pytest.mark.parametrize(("entries", "count"), [(1, 3), (64, 64), (300, 8)])
+@pytest.mark.parametrize(("entries", "count"), [(1, 3), (64, 64), (300, 8), (1500, 8)])
 def test_choice(device: torch.device, entries: int, count: int) -> None:
     scores = coarse_scores(3, entries, entries)
     expected = reference.select_top(scores, count)
@@ -243,11 +276,21 @@ def test_choice(device: torch.device, entries: int, count: int) -> None:
 
 
 def test_choice_among_candidates(device: torch.device) -> None:
+    """The same as among all, with what is no candidate hidden."""
     scores = coarse_scores(4, 300, 1)
-    candidates = torch.rand(scores.shape, generator=torch.Generator().manual_seed(0)) < 0.3
-    expected = reference.select_top(scores.masked_fill(~candidates, HIDDEN), 20)
-    got = select_top(scores.to(device), 20, candidates=candidates.to(device), settings=SMALL_TILE)
-    assert torch.equal(got.cpu(), expected)
+    visible = (scores != HIDDEN).sum(dim=1)
+    shape = {"block_size": 7, "num_blocks": 20}
+    mask = reference.candidate_mask(scores, visible, **shape)
+    expected = reference.select_top(scores.masked_fill(~mask, HIDDEN), 20)
+    blocks = reference.candidate_blocks(scores, visible, **shape)
+    entries = reference.block_entries(blocks, 7)
+    among = scores.gather(1, entries.clamp(0, 299)).masked_fill(
+        (entries < 0) | (entries > 299), HIDDEN
+    )
+    assert torch.equal(reference.select_top(among, 20, blocks), expected)
+    for settings in (None, SMALL_TILE):
+        got = select_top(among.to(device), 20, blocks.to(device), settings=settings)
+        assert torch.equal(got.cpu(), expected)
 
 
 def test_choice_of_all_the_values_there_are(device: torch.device) -> None:
@@ -280,12 +323,12 @@ def test_candidates(device: torch.device, size: int, blocks: int, entries: int) 
     scores = coarse_scores(6, entries, 7)
     visible = (scores != HIDDEN).sum(dim=1)
     shape = {"block_size": size, "num_blocks": blocks}
-    expected = reference.candidate_mask(scores, visible, **shape)
+    expected = reference.candidate_blocks(scores, visible, **shape)
     for dtype in (torch.float32, torch.bfloat16):
-        got = candidate_mask(scores.to(device, dtype), visible.to(device), **shape)
+        got = candidate_blocks(scores.to(device, dtype), visible.to(device), **shape)
         assert torch.equal(got.cpu(), expected)
-    empty = candidate_mask(scores[:, :0].to(device), visible.to(device), **shape)
-    assert empty.shape == (6, 0)
+    empty = candidate_blocks(scores[:, :0].to(device), visible.to(device), **shape)
+    assert empty.tolist() == [[-1] * blocks] * 6
 
 
 # --- On a GPU, at the model's dimensions ----------------------------------------------------------
@@ -332,10 +375,9 @@ def test_scores_at_the_model_dimensions(block: int, columns: int) -> None:
     torch.manual_seed(0)
     arguments, num_entries = model_case([1, 6, 30, 2, 1], columns, block)
     got = paged_scores(*arguments, num_entries)
-    assert torch.equal(paged_scores(*arguments, num_entries, rows_per_seq=2), got)
     for row in range(0, 40, 5):
         assert close(got[row].float().cpu(), model_expected(arguments, num_entries, row))
-    for settings in CANDIDATES[::4] + CANDIDATES_MANY[::3]:
+    for settings in CANDIDATES[::5] + CANDIDATES_MANY[::4]:
         other = paged_scores(*arguments, num_entries, settings=settings | {"tiles": 5})
         assert torch.equal(other, got), settings
     for row in (0, 3, 17):
@@ -355,11 +397,33 @@ def test_choice_at_the_model_dimensions() -> None:
         scores.masked_fill_(hidden, HIDDEN)
         on_cpu = scores.float().cpu()
         assert torch.equal(select_top(scores, 512).cpu(), reference.select_top(on_cpu, 512))
-        mask = candidate_mask(scores, visible, **MODEL)
-        assert torch.equal(mask.cpu(), reference.candidate_mask(on_cpu, visible.cpu(), **MODEL))
-        best = select_top(scores, 512, candidates=mask)
-        among = on_cpu.masked_fill(~mask.cpu(), HIDDEN)
-        assert torch.equal(best.cpu(), reference.select_top(among, 512))
+        blocks = candidate_blocks(scores, visible, **MODEL)
+        expected = reference.candidate_blocks(on_cpu, visible.cpu(), **MODEL)
+        assert torch.equal(blocks.cpu(), expected)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("block", "columns"), [(128, 140), (64, 70)])
+def test_candidates_at_the_model_dimensions(block: int, columns: int) -> None:
+    """Scores of candidates alone, and the choice among them, against hiding all others."""
+    torch.manual_seed(1)
+    arguments, num_entries = model_case([1, 6, 30, 2, 1], columns, block)
+    arguments[5][0] = num_entries
+    scores = paged_scores(*arguments, num_entries)
+    for shape in (MODEL, {"block_size": 8, "num_blocks": 100}):
+        blocks = candidate_blocks(scores, arguments[5], **shape)
+        mask = reference.candidate_mask(scores.float(), arguments[5], **shape)
+        expected = select_top(scores.masked_fill(~mask, HIDDEN), 512)
+        among = candidate_scores(*arguments, blocks, 8)
+        assert torch.equal(select_top(among, 512, blocks), expected)
+        for settings in CANDIDATES_LISTED[::3]:
+            other = candidate_scores(*arguments, blocks, 8, settings=settings | {"tiles": 3})
+            assert torch.equal(other, among), settings
+        for row in (0, 3, 17):
+            part = [x[row : row + 1] if x.shape[0] == 40 else x for x in arguments]
+            alone = candidate_scores(*part, blocks[row : row + 1], 8)
+            assert torch.equal(alone[0], among[row])
 
 
 @pytest.mark.gpu
@@ -370,8 +434,9 @@ def test_all_of_it_within_a_graph() -> None:
 
     def run() -> tuple[Tensor, Tensor]:
         scores = paged_scores(*arguments, num_entries)
-        mask = candidate_mask(scores, arguments[5], block_size=8, num_blocks=64)
-        return scores, select_top(scores, 512, candidates=mask)
+        blocks = candidate_blocks(scores, arguments[5], block_size=8, num_blocks=64)
+        among = candidate_scores(*arguments, blocks, 8)
+        return scores, select_top(among, 512, blocks)
 
     expected = run()
     graph = torch.cuda.CUDAGraph()
