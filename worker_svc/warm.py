@@ -25,8 +25,11 @@ _STEPS = (
     *((1, length) for length in (17, 60, 120, 250, 500, 1000, 2000, 4096)),
     (2, 600),
 )
-# Tokens before the first row: kernels over a context know short and long ones.
-_CONTEXTS = (0, 3_000, 40_000)
+# Tokens before the first row: kernels over a context know short, long and very long ones.
+_CONTEXTS = (0, 3_000, 40_000, 150_000)
+_SCORES_MAX = (
+    1 << 26
+)  # of rows times context: what their scores take is no reason to run out of memory
 
 
 class _OwnExperts:
@@ -88,7 +91,7 @@ def _batches(model: Model, max_rows: int) -> Iterator[StepBatch]:
         ids = [token % config.vocab_size for token in range(rows)]
         for context in _CONTEXTS:
             start = min(context, longest - rows)
-            if context and start == 0:
+            if context and (start == 0 or start * rows * count > _SCORES_MAX):
                 continue
             # Blocks are read and written by several at once: nobody wants what lies in them.
             columns = -(-(start + rows) // BLOCK_TOKENS)
