@@ -203,11 +203,12 @@ def _figures(limits: Ceilings) -> list[Figure]:
 _FEW_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 5},
+    {"BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
+    {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 4},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
 )
 _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
@@ -216,8 +217,8 @@ _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4},
     {"BLOCK_R": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4},
 )
-_FEW_SIZES: Final = (16, 32, 64, 128, 256, 512)
-_MANY_SIZES: Final = (1024, 2048, 4096)
+_FEW_SIZES: Final = (16, 32, 64, 256)  # one for each class of `settings_key`
+_MANY_SIZE: Final = 4096
 
 
 def tune(limits: Ceilings) -> dict[str, dict[str, Config]]:
@@ -242,10 +243,10 @@ def _tune() -> dict[str, dict[str, Config]]:
             case = _Case(shape, num_rows)
             tried = [one | splits for one in _FEW_CANDIDATES]
             table["few_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)
-        for num_rows in _MANY_SIZES if shape.name != "head" else ():
-            case = _Case(shape, num_rows)
+        if shape.name != "head":
+            case = _Case(shape, _MANY_SIZE)
             tried = [one | splits for one in _MANY_CANDIDATES]
-            table["many_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)
+            table["many_rows"][ops.settings_key(_MANY_SIZE, key)] = _fastest(case, tried)
     return table
 
 

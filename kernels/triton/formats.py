@@ -55,6 +55,17 @@ def dot_bf16(a, b, total):
         return tl.dot(a, b, total)
 
 
+@triton.jit
+def shuffled(rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS], column 4t + 2h + e of every 16 at 8h + 2t + e (t below 4, h and e below 2).
+
+    A thread of a tensor core's warp holds columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16: in this
+    order they are neighbours in memory.
+    """
+    rows = tl.permute(tl.reshape(rows, (ROWS, COLUMNS // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(rows, (ROWS, COLUMNS))
+
+
 # --- e4m3 and ue8m0 --------------------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from phalanx.kernels.matrix import Fp8Matrix, Matrix
 from phalanx.kernels.reference.quant import GROUP
 from phalanx.kernels.triton import linear_kernels
 from phalanx.kernels.triton.configs import Config, config
+from phalanx.kernels.triton.quant import q8_roundtrip, q8_shuffled
 
 _TILE: Final = 64  # weights of the smallest tile
 # What fills an H200's 132 multiprocessors: programs that dequantize wait less for memory than for
@@ -30,9 +31,7 @@ _FP8_PROGRAMS: Final = 240
 _MIN_DEPTH: Final = 256  # columns that are worth a split of their own
 _MIN_FLOAT_DEPTH: Final = 512
 _MIN_SIZE: Final = 1 << 17  # a smaller weight is read sooner than a second kernel starts
-_FLOAT_ROWS: Final = 32  # float32 rows up to which no kernel of its own makes them bf16
-_EARLY: Final = 0  # whether a kernel is launched while the one before it still runs
-_LAST: Final = 0  # whether the last program of a tile adds its splits up, where that is possible
+_FLOAT_ROWS: Final = 16  # float32 rows up to which no kernel of its own makes them bf16
 _FEW: Final = 512  # rows up to which weights are not dequantized ahead
 
 
@@ -70,12 +69,10 @@ def linear(
 
     Args: x bf16 or float32 [R, K], weight [N, K]. Returns [R, N].
     """
-    counters = None
-    if (settings or {}).get("last", _LAST) and x.shape[0] <= _FEW:
-        tiles = triton.cdiv(weight.shape[0], _TILE) * triton.cdiv(x.shape[0], 16)
-        counters = torch.empty(tiles, dtype=torch.int32, device=x.device)
-    quantized = q8_roundtrip(x, counters=counters, settings=settings).unsqueeze(1)
-    return _product(quantized, weight, True, out_dtype, settings, counters).squeeze(1)
+    shuffled = not _is_many(x.shape[0], settings)
+    quantized = q8_shuffled(x) if shuffled else q8_roundtrip(x, out_dtype=torch.bfloat16)
+    product = _product(quantized.unsqueeze(1), weight, True, out_dtype, settings, shuffled)
+    return product.squeeze(1)
 
 
 def grouped_linear(
@@ -97,37 +94,6 @@ def grouped_linear(
     return _product(x, weights, True, out_dtype, settings).flatten(1)
 
 
-def q8_roundtrip(
-    x: Tensor, *, counters: Tensor | None = None, settings: Config | None = None
-) -> Tensor:
-    """What is left of x after Q8, as bf16: [R, K] -> [R, K]. Equal to the reference for finite x.
-
-    `counters`, int32 of any number, are set to zero by the way.
-    """
-    rows, depth = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    out = torch.empty((rows, depth), dtype=torch.bfloat16, device=x.device)
-    if rows:
-        block = min(triton.next_power_of_2(depth), 2048)
-        grid = (rows, triton.cdiv(depth, block))
-        zeros = 0 if counters is None else triton.cdiv(counters.numel(), grid[0] * grid[1])
-        linear_kernels.q8_rows[grid](
-            x,
-            out,
-            out if counters is None else counters,
-            rows,
-            depth,
-            x.stride(0),
-            0 if counters is None else counters.numel(),
-            ZEROS=0 if zeros == 0 else max(128, triton.next_power_of_2(zeros)),
-            BLOCK_K=block,
-            num_warps=4,
-            **_early(settings),
-        )
-    return out
-
-
 def num_splits(rows: int, depth: int, groups: int = 1, *, fp8: bool = True) -> int:
     """Parts of K that are summed apart and then added in order. A property of the weight's shape."""
     default = 1
@@ -139,13 +105,16 @@ def num_splits(rows: int, depth: int, groups: int = 1, *, fp8: bool = True) -> i
 
 def few_settings(num_rows: int, *, fp8: bool = True) -> Config:
     """Tiles for a product bound by its weights: BLOCK_R rows, BLOCK_N weights, BLOCK_K columns."""
-    height = min(max(16, triton.next_power_of_2(num_rows)), 128)
-    tiles = {"BLOCK_R": height, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3}
-    if height == 128:
-        return tiles | {"BLOCK_N": 128, "num_warps": 8}
-    if height == 64 and not fp8:
-        return tiles | {"BLOCK_K": 64, "num_stages": 5}
-    return tiles if fp8 else tiles | {"num_stages": 4}
+    height = _height(num_rows)
+    if not fp8:
+        tiles = {"BLOCK_R": height, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
+        if height == 128:
+            return tiles | {"BLOCK_N": 128, "num_warps": 8, "num_stages": 3}
+        return tiles | {"BLOCK_K": 64, "num_stages": 5} if height == 64 else tiles
+    if height == 16:  # many small programs hide each other's waiting
+        return {"BLOCK_R": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
+    tiles = {"BLOCK_R": height, "BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3}
+    return tiles | {"BLOCK_K": 64, "num_stages": 4} if height == 128 else tiles
 
 
 def many_settings() -> Config:
@@ -168,9 +137,17 @@ def possible_splits(depth: int) -> list[int]:
 
 
 def settings_key(num_rows: int, shape: tuple[int, ...]) -> str:
-    """The name in the table of tiles for a weight [G, N, K] and about so many rows."""
-    size = min(max(16, triton.next_power_of_2(num_rows)), 4096)
-    return "x".join(map(str, shape)) + f" r{size}"
+    """The name in the table of tiles for a weight [G, N, K] and so many rows.
+
+    Rows make few classes, so that no kernel is left to compile once a rank serves.
+    """
+    name = "x".join(map(str, shape))
+    return name if num_rows > _FEW else f"{name} r{_height(num_rows)}"
+
+
+def _height(num_rows: int) -> int:
+    """BLOCK_R: 16, 32, 64 or 128."""
+    return min(max(16, 1 << (num_rows - 1).bit_length()), 128)
 
 
 def _splits(tiles: int, depth: int, smallest: int, programs: int) -> int:
@@ -204,11 +181,11 @@ def _product(
     rounded: bool,
     out_dtype: torch.dtype,
     settings: Config | None,
-    counters: Tensor | None = None,
+    shuffled: bool = False,
 ) -> Tensor:
     """x [R, G, K] and weights [G, N, K] or [G * N, K] -> [R, G, N].
 
-    With a zero in `counters` for every tile the splits are added up without a kernel of their own.
+    `shuffled` says that the columns of x are in the order of `formats.shuffled`.
     """
     num_rows, groups, depth = x.shape
     columns = weight.shape[-1]
@@ -226,11 +203,15 @@ def _product(
     if isinstance(weight, Tensor) and weight.dtype == torch.float32:
         assert groups == 1
         _float(x, weight, out, rounded, settings)
-    elif (settings or {}).get("many", num_rows > _FEW):
+    elif _is_many(num_rows, settings):
         _many(x, weight, out, rounded, settings)
     else:
-        _few(x, weight, out, rounded, settings, counters)
+        _few(x, weight, out, rounded, settings, shuffled)
     return out
+
+
+def _is_many(num_rows: int, settings: Config | None) -> bool:
+    return bool((settings or {}).get("many", num_rows > _FEW))
 
 
 def _few(
@@ -239,7 +220,7 @@ def _few(
     out: Tensor,
     rounded: bool,
     settings: Config | None,
-    counters: Tensor | None,
+    shuffled: bool,
 ) -> None:
     num_rows, groups, rows = out.shape
     depth = x.shape[2]
@@ -248,16 +229,16 @@ def _few(
     tiles = _settings("few_rows", num_rows, (groups, rows, depth), default, settings)
     splits = (settings or {}).get("splits", num_splits(rows, depth, groups, fp8=fp8))
     launch = _tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N")
-    words = fp8 and launch["BLOCK_K"] == 128 and depth % 128 == 0
+    words = fp8 and launch["BLOCK_K"] in (64, 128) and depth % 128 == 0
     if isinstance(weight, Fp8Matrix):
         codes = weight.codes.view(torch.int32)
         scales = weight.scales.view(torch.int32) if words else weight.scales
     else:
         codes = scales = weight
-    if num_rows > _FLOAT_ROWS:  # every tile of weights would round them again
-        x = x.to(torch.bfloat16)
+    if num_rows > _FLOAT_ROWS and x.dtype == torch.float32:
+        # Every tile of weights would round them again, and bring them into another order.
+        x, shuffled = (_shuffled(x), True) if fp8 else (x.to(torch.bfloat16), False)
     parts = _parts(splits, out)
-    last = splits if counters is not None and splits > 1 else 0
     grid = (
         triton.cdiv(rows, tiles["BLOCK_N"]),
         triton.cdiv(num_rows, tiles["BLOCK_R"]),
@@ -267,24 +248,22 @@ def _few(
         x,
         codes,
         scales,
-        out if last else parts,
         parts,
-        parts if counters is None else counters,
         num_rows,
         rows,
         depth,
+        depth // splits,
         x.stride(0),
         GROUPS=groups,
         SPLITS=splits,
-        ROUND=int(rounded and (splits == 1 or last > 0)),
-        LAST=last,
+        ROUND=int(rounded and splits == 1),
+        GROUPED=groups > 1,
         FP8=fp8,
         WORDS=words,
-        **_early(settings),
+        SHUFFLED=shuffled,
         **launch,
     )
-    if not last:
-        _sum(parts, out, rounded, settings)
+    _sum(parts, out, rounded)
 
 
 def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Config | None) -> None:
@@ -302,9 +281,9 @@ def _many(x: Tensor, weight: Matrix, out: Tensor, rounded: bool, settings: Confi
         num_rows,
         rows,
         depth,
+        depth // splits,
         x.stride(0),
         GROUPS=groups,
-        SPLITS=splits,
         ROUND=int(rounded),
         WHOLE=splits == 1,
         **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N", "BAND"),
@@ -330,7 +309,17 @@ def _float(x: Tensor, weight: Tensor, out: Tensor, rounded: bool, settings: Conf
         ROUND=int(rounded and splits == 1),
         **_tiles(tiles, depth // splits, "BLOCK_R", "BLOCK_N"),
     )
-    _sum(target, out, rounded, settings)
+    _sum(target, out, rounded)
+
+
+def _shuffled(x: Tensor) -> Tensor:
+    """As bf16, contiguous, with the columns in the order of `formats.shuffled`."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    num_groups, block = x.numel() // 32, 32
+    grid = (triton.cdiv(num_groups, block),)
+    linear_kernels.shuffle[grid](x, out, num_groups, BLOCK=block, num_warps=4)
+    return out
 
 
 def dequantize(weight: Fp8Matrix) -> Tensor:
@@ -357,7 +346,7 @@ def _parts(splits: int, out: Tensor) -> Tensor:
     return torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device)
 
 
-def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> None:
+def _sum(parts: Tensor, out: Tensor, rounded: bool) -> None:
     if parts is not out:
         block = 512
         linear_kernels.sum_splits[(triton.cdiv(out.numel(), block),)](
@@ -368,14 +357,7 @@ def _sum(parts: Tensor, out: Tensor, rounded: bool, settings: Config | None) -> 
             ROUND=rounded,
             BLOCK=block,
             num_warps=4,
-            **_early(settings),
         )
-
-
-def _early(settings: Config | None) -> dict[str, int]:
-    """Whether a kernel is launched while the one before it still runs."""
-    early = 0 if linear_kernels.INTERPRETED.value else (settings or {}).get("early", _EARLY)
-    return {"EARLY": early, "launch_pdl": True} if early else {"EARLY": 0}
 
 
 def _tiles(settings: Config, depth: int, *names: str) -> Config:

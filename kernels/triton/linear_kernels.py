@@ -13,6 +13,8 @@ from typing import Final
 import triton
 import triton.language as tl
 
+from phalanx.kernels.triton import formats
+
 # Triton's interpreter lacks inline PTX and the dot of bf16, and truncates where a GPU rounds to bf16.
 # Its float64 hides the order within a tile, as numpy has another for every tile height.
 INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -51,6 +53,13 @@ def _four_factors(words, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def _two_factors(words, BLOCKS: tl.constexpr):
+    """As `_four_factors`, of the two lower bytes."""
+    both = tl.join(_factors(words & 0xFF), _factors((words >> 8) & 0xFF))
+    return tl.reshape(both, (BLOCKS, 2))
+
+
+@triton.jit
 def _times(codes, factors):
     """The interpreter's way for the lowest byte: bf16 bits, int32."""
     bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
@@ -79,26 +88,15 @@ def _dequantize(words, factors):
 
 @triton.jit
 def _weights(words, factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Words of four codes [BLOCK_N, BLOCK_K / 4] -> bf16 [BLOCK_N, BLOCK_K] in the order of `_shuffled`.
+    """Words of four codes [BLOCK_N, BLOCK_K / 4] -> bf16 [BLOCK_N, BLOCK_K], `formats.shuffled`.
 
-    No value leaves its register: a thread of a tensor core's warp holds columns 2t, 2t + 1, 2t + 8
-    and 2t + 9 of every 16, which are to be the four of one word.
+    No value leaves its register: the four codes of a word are those of one thread.
     """
     both = tl.join(*_dequantize(words, factors))
     both = tl.permute(tl.reshape(both, (BLOCK_N, BLOCK_K // 16, 4, 2)), (0, 1, 3, 2))
     pairs = tl.reshape(both, (BLOCK_N, BLOCK_K // 2))
     both = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))
     return tl.reshape(both, (BLOCK_N, BLOCK_K)).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _shuffled(rows, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns 4t, 4t + 1, 4t + 2, 4t + 3 of every 16 become 2t, 2t + 1, 2t + 8, 2t + 9.
-
-    A tensor core's instruction adds up 16 columns whatever their order (the tests check it).
-    """
-    rows = tl.permute(tl.reshape(rows, (BLOCK_R, BLOCK_K // 16, 4, 2, 2)), (0, 1, 3, 2, 4))
-    return tl.reshape(rows, (BLOCK_R, BLOCK_K))
 
 
 @triton.jit
@@ -134,34 +132,6 @@ def _round(x):
 
 
 @triton.jit
-def _after_the_last_kernel(EARLY: tl.constexpr):
-    """Wait for the kernels before this one, and let the next one be launched up to this line.
-
-    With EARLY a kernel is launched while the one before still runs: everything that one may have
-    written, or still reads, is touched below this line alone.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _prefetch(rows, num_bytes, NUM_ROWS: tl.constexpr):
-    """Bring so many bytes from each of these addresses (int64 [NUM_ROWS]) into the L2."""
-    lines = tl.arange(0, 4)[None, :] * 128
-    for start in range(0, num_bytes, 512):
-        at = rows[:, None] + tl.minimum(start + lines, num_bytes - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [at],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def _store(out, product, mask, ROUND):
     product = tl.where(ROUND != 0, _round(product).to(tl.float32), product)
     tl.store(out, product.to(out.dtype.element_ty), mask=mask)
@@ -172,20 +142,19 @@ def few_rows(
     x,  # bf16 or float32 [R, G, K]
     w,  # int32 (words of four codes) [G, N, K / 4] or bf16 [G, N, K]
     scales,  # uint8 [G, ceil(N/32), K/32], with WORDS int32 [.., K/128], or anything
-    out,  # [R, G, N], or without LAST [S, R, G, N]
-    parts,  # float32 [S, R, G, N], with LAST
-    counters,  # int32 zeros, one for each tile of the result, with LAST
+    out,  # [S, R, G, N]
     R,
     N,
     K,
+    depth,  # K / S, a multiple of BLOCK_K
     stride_x,  # elements from row to row of x
     GROUPS,
     SPLITS,
     ROUND,  # whether to round to bf16 values
-    LAST: tl.constexpr,  # SPLITS if the last of a tile's programs adds the splits up, else 0
+    GROUPED: tl.constexpr,  # whether there is more than one group
     FP8: tl.constexpr,
-    WORDS: tl.constexpr,  # whether scales come four at a time; then BLOCK_K is 128
-    EARLY: tl.constexpr,
+    WORDS: tl.constexpr,  # whether scales come four at a time; then BLOCK_K is 64 or 128
+    SHUFFLED: tl.constexpr,  # whether the columns of x have been brought into that order before
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -195,16 +164,16 @@ def few_rows(
     Grid: (tiles of N, tiles of R, G * S). Split s sums its own K / S.
     """
     BLOCKS: tl.constexpr = BLOCK_N // 32
-    group = tl.program_id(2) // SPLITS
-    split = tl.program_id(2) % SPLITS
-    depth = K // SPLITS // BLOCK_K * BLOCK_K  # as the compiler cannot see that it is a multiple
+    group, split = 0, tl.program_id(2)
+    if GROUPED:
+        group, split = split // SPLITS, split % SPLITS
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = split * depth + tl.arange(0, BLOCK_K)
     # Rows past the end repeat the last one: no mask, and nothing of them is stored.
     n_in = tl.minimum(n, N - 1)
-    w_row = group.to(tl.int64) * N + n_in
+    w_row = tl.cast(group, tl.int64) * N + n_in
     if FP8:
         # The compiler brings the codes straight from memory into the operand's registers, as long as
         # nothing but loads and element-wise work stands in between: hence a load of all scales too.
@@ -215,7 +184,7 @@ def few_rows(
         block = tl.minimum(first // 32 + tl.arange(0, BLOCKS), num_blocks - 1)
         s_row = group * num_blocks + block
         if WORDS:
-            s_at = scales + s_row * (K // 128) + split * depth // 128
+            s_at = scales + s_row * (K // 128)
         else:
             s_at = scales + (s_row * (K // 32) + split * depth // 32)[:, None]
             s_at += tl.arange(0, BLOCK_K // 32)[None, :]
@@ -223,26 +192,27 @@ def few_rows(
         w_at = w + w_row[:, None] * K + k[None, :]
         s_at = scales
     x_at = x + group * K + r.to(tl.int64)[:, None] * stride_x + k[None, :]
-    if EARLY == 2:  # weights are written by no kernel
-        begin = w + w_row * (K // 4) + split * depth // 4 if FP8 else w + w_row * K + split * depth
-        _prefetch(begin.to(tl.int64), tl.minimum(depth if FP8 else 2 * depth, 512), BLOCK_N)
-    _after_the_last_kernel(EARLY)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     tl.assume(depth > 0)  # for a loop not taken the tensor cores would wait for one another
-    for _ in range(0, depth, BLOCK_K):
+    for done in range(0, depth, BLOCK_K):
         weight = tl.load(w_at)
         rows = tl.load(x_at, mask=r[:, None] < R, other=0.0).to(tl.bfloat16)
         if FP8:
             if WORDS:
-                factors = _four_factors(tl.load(s_at), BLOCKS)
-                s_at += 1
+                column = split * depth + done
+                factors = tl.load(s_at + column // 128)
+                if BLOCK_K == 128:
+                    factors = _four_factors(factors, BLOCKS)
+                else:
+                    factors = _two_factors(factors >> (column // 64 % 2 * 16), BLOCKS)
             else:
                 factors = _factors(tl.load(s_at))
                 s_at += BLOCK_K // 32
             wide = tl.broadcast_to(factors[:, None, :, None], (BLOCKS, 32, BLOCK_K // 32, 8))
             factors = tl.reshape(wide, (BLOCK_N, BLOCK_K // 4))
             weight = _weights(weight, factors, BLOCK_N, BLOCK_K)
-            rows = _shuffled(rows, BLOCK_R, BLOCK_K)
+            if not SHUFFLED:
+                rows = formats.shuffled(rows, BLOCK_R, BLOCK_K)
             acc = _settle(_dot(weight, tl.trans(rows), acc))
             w_at += BLOCK_K // 4
         else:
@@ -251,24 +221,25 @@ def few_rows(
         x_at += BLOCK_K
     first_at = (r.to(tl.int64) * GROUPS + group)[None, :] * N + n[:, None]
     size = R.to(tl.int64) * GROUPS * N
-    mask = (r[None, :] < R) & (n[:, None] < N)
-    if LAST:
-        tl.store(parts + split * size + first_at, acc, mask=mask)
-        tl.debug_barrier()  # all of the tile is written before it is counted
-        tile = (group * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0)
-        before = tl.atomic_add(counters + tile + tl.program_id(0), 1, sem="acq_rel")
-        if before == LAST - 1:
-            # Whoever is last adds them in the one order, its own from memory like the others.
-            total = tl.load(parts + first_at, mask=mask, other=0.0, cache_modifier=".cg")
-            for other in tl.static_range(1, LAST):
-                at = parts + other * size + first_at
-                total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-            _store(out + first_at, total, mask, ROUND)
-    else:
-        _store(out + split * size + first_at, acc, mask, ROUND)
+    _store(out + split * size + first_at, acc, (r[None, :] < R) & (n[:, None] < N), ROUND)
 
 
-@triton.jit(do_not_specialize=["R", "GROUPS", "SPLITS", "ROUND"])
+@triton.jit
+def _sum_of_columns(
+    x_row, w_row, first, depth, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Rows at `x_row` by weights at `w_row`, over `depth` columns from `first` on."""
+    k = first + tl.arange(0, BLOCK_K)[None, :]
+    x_at, w_at = x_row[:, None] + k, w_row[:, None] + k
+    total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for _ in range(0, depth, BLOCK_K):
+        total = _dot(tl.load(x_at), tl.trans(tl.load(w_at)), total)
+        x_at += BLOCK_K
+        w_at += BLOCK_K
+    return total
+
+
+@triton.jit(do_not_specialize=["R", "GROUPS", "ROUND"])
 def many_rows(
     x,  # bf16 [R, G, K]
     w,  # bf16 [G, N, K]
@@ -276,9 +247,9 @@ def many_rows(
     R,
     N,
     K,
+    depth,  # K / S, a multiple of BLOCK_K
     stride_x,
     GROUPS,
-    SPLITS,
     ROUND,
     WHOLE: tl.constexpr,  # whether there is one split alone
     BLOCK_R: tl.constexpr,
@@ -297,20 +268,14 @@ def many_rows(
     height = tl.minimum(tl.cdiv(R, BLOCK_R) - band * BAND, BAND)
     r = (band * BAND + in_band % height) * BLOCK_R + tl.arange(0, BLOCK_R)
     n = in_band // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    depth = K // SPLITS // 32 * 32
     x_row = x + group * K + tl.minimum(r, R - 1).to(tl.int64) * stride_x
     w_row = w + (group.to(tl.int64) * N + tl.minimum(n, N - 1)) * K
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for split in range(1 if WHOLE else SPLITS):
-        part = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        x_at = x_row[:, None] + (split * depth + k)[None, :]
-        w_at = w_row[:, None] + (split * depth + k)[None, :]
-        for _ in range(0, depth, BLOCK_K):
-            part = _dot(tl.load(x_at), tl.trans(tl.load(w_at)), part)
-            x_at += BLOCK_K
-            w_at += BLOCK_K
-        acc = part if WHOLE else acc + part
+    if WHOLE:
+        acc = _sum_of_columns(x_row, w_row, 0, K, BLOCK_R, BLOCK_N, BLOCK_K)
+    else:
+        for first in range(0, K, depth):
+            acc += _sum_of_columns(x_row, w_row, first, depth, BLOCK_R, BLOCK_N, BLOCK_K)
     at = out + (r.to(tl.int64) * GROUPS + group)[:, None] * N + n[None, :]
     _store(at, acc, (r[:, None] < R) & (n[None, :] < N), ROUND)
 
@@ -365,17 +330,25 @@ def sum_splits(
     count,
     SPLITS: tl.constexpr,
     ROUND: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """[S, count] -> [count], the splits added in their order."""
-    _after_the_last_kernel(EARLY)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     total = tl.load(parts + at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(parts + split * count.to(tl.int64) + at, mask=mask, other=0.0)
     _store(out + at, total, mask, ROUND)
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def shuffle(x, out, num_groups, BLOCK: tl.constexpr):
+    """Groups of 32 bf16 values, however long a row is, each in the order of `formats.shuffled`."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    mask = (group < num_groups)[:, None]
+    values = tl.load(x + at, mask=mask, other=0.0).to(tl.bfloat16)
+    tl.store(out + at, formats.shuffled(values, BLOCK, 32), mask=mask)
 
 
 @triton.jit
@@ -393,44 +366,3 @@ def dequantize(w, scales, out, N, K, BLOCK_K: tl.constexpr):
     pairs = tl.reshape(tl.join(*_dequantize(words, factors)), (32, BLOCK_K // 2))
     pair = tl.program_id(0) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
     tl.store(out + row * (K // 2) + pair[None, :], pairs, mask=inside)
-
-
-@triton.jit(do_not_specialize=["R", "num_counters"])
-def q8_rows(
-    x,
-    out,
-    counters,  # int32, set to zero on the way
-    R,
-    K,
-    stride_x,
-    num_counters,
-    ZEROS: tl.constexpr,  # of each program
-    EARLY: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Q8 and back (`kernels.reference.quant.q8_roundtrip`), bf16. Grid: (R, ceil(K / BLOCK_K))."""
-    _after_the_last_kernel(EARLY)
-    if ZEROS:
-        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        place = program * ZEROS + tl.arange(0, ZEROS)
-        tl.store(counters + place, tl.zeros((ZEROS,), tl.int32), mask=place < num_counters)
-    row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = k < K
-    flat = tl.load(x + row * stride_x + k, mask=mask, other=0.0).to(tl.float32)
-    groups = tl.reshape(flat, (BLOCK_K // 32, 32))
-    amax = tl.max(tl.abs(groups), axis=1)
-    amax = tl.minimum(tl.maximum(amax, 1e-4), 1.7014118346046923e38)
-    bits = (amax * 0.002232142857142857).to(tl.int32, bitcast=True)
-    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)[:, None]
-    # A power of two divides exactly, and so does its inverse multiply.
-    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    y = groups * inverse
-    magnitude = tl.minimum(tl.abs(y), 448.0)
-    # To the nearest multiple of the step at its exponent, ties to even, by the rounding of float32.
-    floor = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = tl.maximum(floor, 0.015625) * 1572864.0
-    code = (magnitude + shift) - shift
-    sign = (y.to(tl.int32, bitcast=True) >> 31) << 31
-    result = ((code * scale).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-    tl.store(out + row * K + k, tl.reshape(result, (BLOCK_K,)).to(tl.bfloat16), mask=mask)

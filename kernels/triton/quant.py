@@ -28,12 +28,15 @@ _DEFAULT: Final[Config] = {"BLOCK": 32, "num_warps": 4}  # groups a program
 
 
 @triton.jit(do_not_specialize=["num_groups"])
-def _q8_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
+def _q8_kernel(x_ptr, out_ptr, num_groups, SHUFFLED: tl.constexpr, BLOCK: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     at = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     mask = (group < num_groups)[:, None]
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, formats.q8_values(x), mask=mask)
+    values = formats.q8_values(x).to(out_ptr.dtype.element_ty)
+    if SHUFFLED:
+        values = formats.shuffled(values, BLOCK, 32)
+    tl.store(out_ptr + at, values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -143,7 +146,12 @@ def q8_roundtrip(
 
     Bits of the reference. The values are bf16 values: `out_dtype` bfloat16 loses nothing.
     """
-    return _roundtrip(_q8_kernel, "q8_roundtrip", x, out_dtype, settings)
+    return _roundtrip(_q8_kernel, "q8_roundtrip", x, out_dtype, settings, SHUFFLED=False)
+
+
+def q8_shuffled(x: Tensor) -> Tensor:
+    """`q8_roundtrip` as bf16, in the order of columns that `formats.shuffled` gives."""
+    return _roundtrip(_q8_kernel, "q8_roundtrip", x, torch.bfloat16, None, SHUFFLED=True)
 
 
 def qf4_idx_roundtrip(
@@ -157,7 +165,12 @@ def qf4_idx_roundtrip(
 
 
 def _roundtrip(
-    kernel: Any, name: str, x: Tensor, out_dtype: torch.dtype, settings: Config | None
+    kernel: Any,
+    name: str,
+    x: Tensor,
+    out_dtype: torch.dtype,
+    settings: Config | None,
+    **options: bool,
 ) -> Tensor:
     _check_width(x.shape[-1], GROUP)
     x = x.contiguous()
@@ -165,7 +178,8 @@ def _roundtrip(
     num_groups = x.numel() // GROUP
     if num_groups:
         chosen = settings or config(name, str(x.shape[-1]), _DEFAULT)
-        kernel[(triton.cdiv(num_groups, chosen["BLOCK"]),)](x, out, num_groups, **chosen)
+        grid = (triton.cdiv(num_groups, chosen["BLOCK"]),)
+        kernel[grid](x, out, num_groups, **options, **chosen)
     return out
 
 
