@@ -108,7 +108,8 @@ class _Taking:
         rank = self._rank
         if not (rank.prefilling or rank.waiting):
             return Prefill()
-        for sequence in list(rank.prefilling):
+        # Without a budget nothing is planned, and plans made with the abandoned one may still be under way.
+        for sequence in list(rank.prefilling) if self._left else ():
             if rank.lost_fork(sequence):
                 rank.restart(sequence)
         self._open = list(rank.prefilling)
