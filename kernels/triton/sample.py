@@ -2,11 +2,10 @@
 """From logits to tokens on the GPU: `kernels.reference.sample` in one kernel, a program a row.
 
 A row of 129,280 logits does not fit an SM, and sorting it is what makes samplers slow. So each row is
-read once: a fixed sample of it gives a key that a few thousand logits reach; those are copied to a work
-space; and every later step (the exact forced top-k, top-k, top-p, min-p, the draw) works on them. Cuts
-are found by bisecting the 31 bits of a key, counting or adding integer masses. When the sample misled
-(too few or too many reach the key: rows full of equal logits), the exact cut is found by passes over the
-row; slower, the same token.
+read once: a fixed sample of it gives a key that a few thousand logits reach, more than a request can
+ask for; those are copied to a work space (`sample_passes`), and the token is chosen among them
+(`sample_choose`). When the sample misled (too few or too many reach the key: rows full of equal
+logits), the exact cut is found by passes over the row; slower, the same token.
 
 What equals the reference: everything that is compared, counted or added, bit for bit. Weights and
 noise are float64 `exp` and `log` of the device's library, which may differ from torch's in the last
@@ -15,6 +14,7 @@ a row's path depends on its own logits and settings alone. Launch settings do de
 rows: they change how long it takes and in which order integers are added, and so no bit.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Final
 
@@ -32,48 +32,44 @@ from phalanx.kernels.reference.sample import (
 )
 from phalanx.kernels.reference.sampling_rows import SamplingRows
 from phalanx.kernels.triton.configs import Config, config
+from phalanx.kernels.triton.sample_choose import choose, score
 from phalanx.kernels.triton.sample_parts import (
     HIGHEST,
+    ID_BITS,
     LOWEST,
-    best_cut,
-    draw,
+    LOWEST_LOGIT,
     key_logit,
-    nucleus_cut,
+    logit_key,
     splitmix,
-    weigh,
 )
 from phalanx.kernels.triton.sample_passes import (
     BROKEN,
     FINITE,
-    banned_hit,
     collect,
     fill_lanes,
-    gather_lanes,
     largest,
     pivot,
     row_cut,
+    row_seen,
 )
 
-FORCE_TOP_K_MAX: Final = 8192  # candidates that one program can hold
+FORCE_TOP_K_MAX: Final = 8192  # candidates of which one program can keep track
 FEW_ROWS: Final = 132  # at most one program on each SM of an H200: settings for latency
 MANY: Final[Config] = {
-    "lanes": 1024,  # a tile of a row; four are under way at a time
-    "slots": 32,  # candidates that one lane may keep
-    "weigh": 2048,  # candidates weighed at a time,
-    "draw": 2048,  # or drawn among
-    "sample": 4096,  # logits of a row looked at before it is read
-    "warps": 8,
-    "registers": 128,  # a thread: two programs on an SM
+    "lanes": 512,  # a tile of a row, and the threads of a program
+    "depth": 8,  # tiles on their way
+    "group": 8,  # tiles of the sample by which a row's pivot is guessed
+    "tile": 4096,  # logits looked at together by greedy rows
+    "warps": 16,
+    "registers": 64,  # a thread: two programs on an SM
 }
-FEW: Final[Config] = MANY | {"lanes": 2048, "slots": 16, "warps": 16}
-# Of `lanes`, `weigh` and `draw` none should be 4096 or 8192: see `sample_parts.lane_ids`.
+FEW: Final[Config] = MANY | {"lanes": 1024, "group": 4, "warps": 32}
 CANDIDATES: Final[dict[str, list[Config]]] = {
-    "few": [FEW, FEW | {"lanes": 1024, "slots": 32}],
+    "few": [FEW, MANY | {"depth": 16, "registers": 128}],
     "many": [
         MANY,
-        MANY | {"lanes": 512, "slots": 48},
-        MANY | {"warps": 16, "registers": 64},
-        FEW | {"registers": 64},
+        MANY | {"depth": 12},
+        MANY | {"lanes": 256, "depth": 16, "group": 16, "warps": 8, "registers": 128},
     ],
 }
 
@@ -117,6 +113,7 @@ def sample(
     """
     assert logits.dtype == torch.float32 and logits.shape[0] == rows.num_rows and force_top_k >= 1
     assert min(force_top_k, logits.shape[1]) <= FORCE_TOP_K_MAX
+    assert logits.shape[1] <= 1 << ID_BITS.value
     edits_asked, logprobs_asked = _lists_matter(rows), rows.num_top_logprobs >= 0
     if rows.seed.device != logits.device:
         everything = edits_asked or logprobs_asked
@@ -174,7 +171,9 @@ def _launch(
     size, default = ("few", FEW) if num_rows <= FEW_ROWS else ("many", MANY)
     settings = default | (settings or config("sample", f"{vocab}:{size}", default))
     shape = _shape(vocab, force_top_k, settings)
-    work = torch.empty(num_rows, shape["WORK"], dtype=torch.int64, device=logits.device)
+    work = torch.empty(
+        num_rows, shape["SLOTS"] * shape["LANES"] * 3 // 2, dtype=torch.int64, device=logits.device
+    )
     _sample_kernel[(num_rows,)](
         logits,
         logits.stride(0),
@@ -194,30 +193,22 @@ def _launch(
 
 
 def _shape(vocab: int, force_top_k: int, settings: Config) -> dict[str, Any]:
-    """The kernel's constants. ROOM, for what reaches the pivot, is twice what is wanted; the sample
-    aims at 1.45 times."""
+    """The kernel's constants. `pivot` aims at 1.45 times what is wanted, give or take a third; a lane
+    has slots for its part of that and five standard deviations."""
     kept = min(force_top_k, vocab)
-    top = triton.next_power_of_2(kept)
-    room = settings.get("room", triton.next_power_of_2(2 * kept))
     lanes = min(settings["lanes"], triton.next_power_of_2(vocab))
     tiles = triton.cdiv(vocab, lanes)
-    slots = min(settings["slots"], tiles) if vocab > room else tiles
-    sample_size = min(settings["sample"], triton.next_power_of_2(vocab + 1) // 2)
-    aim = 1.45 * kept * sample_size / vocab
+    expected = 1.9 * kept / lanes
+    slots = settings.get("slots", math.ceil(expected + 5 * math.sqrt(expected)))
+    slots = min(max(slots, triton.cdiv(kept, lanes)), tiles)
     return {
         "V": vocab,
         "K": kept,
-        "TOP": top,
-        "ROOM": room,
-        "FIRST": max(slots * lanes, 2 * top),  # the lanes, and later two lists of TOP
-        "WORK": max(slots * lanes, 2 * top) + room,
-        "SAMPLE": sample_size if vocab > room else 0,
-        "LEAST": max(1, int(0.97 * aim)),
-        "MOST": max(1, int(1.03 * aim)),
         "LANES": lanes,
-        "SLOTS": slots,
-        "WEIGH": min(settings["weigh"], room),
-        "DRAW": min(settings["draw"], top),
+        "SLOTS": slots + settings["depth"],
+        "DEPTH": settings["depth"],
+        "GROUP": min(settings["group"], vocab // lanes) if tiles > slots else 0,
+        "TILE": settings["tile"],
         "num_warps": settings["warps"],
         "maxnreg": settings["registers"],
     }
@@ -245,62 +236,69 @@ def _sample_kernel(
     purpose,
     V: tl.constexpr,
     K: tl.constexpr,
-    TOP: tl.constexpr,
-    ROOM: tl.constexpr,
-    FIRST: tl.constexpr,
-    WORK: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
     LANES: tl.constexpr,
     SLOTS: tl.constexpr,
-    WEIGH: tl.constexpr,
-    DRAW: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_MASK: tl.constexpr,
     EDITED: tl.constexpr,
 ):
     row = tl.program_id(0)
-    zero = tl.minimum(row, 0)
     logits += row.to(tl.int64) * stride
     mask += row.to(tl.int64) * V
-    work += row.to(tl.int64) * WORK
+    work += row.to(tl.int64) * (SLOTS * LANES * 3 // 2)
+    scores = (work + SLOTS * LANES).to(tl.pointer_type(tl.float32))
     made = tl.load(num_outputs + row)
     no_end = (made < tl.load(min_tokens + row)) | (made < tl.load(first_n_no_eos + row))
     ban = tl.where(no_end, eos, -1)
-    TILE: tl.constexpr = 4 * LANES
     heat = tl.load(temperature + row).to(tl.float64)
     if heat > 0:
-        cut = tl.full((), LOWEST, tl.int64)
-        if SAMPLE > 0:
-            cut = pivot(logits, mask, ban, V, HAS_MASK, SAMPLE, LEAST, MOST)
-        least = key_logit(cut.to(tl.int32))
-        seen, hits = fill_lanes(logits, mask, least, work, zero, V, HAS_MASK, LANES, SLOTS)
+        limit = tl.load(top_k + row)
+        limit = tl.where((limit > 0) & (limit < K), limit, K).to(tl.int32)
+        least = tl.full((), LOWEST_LOGIT, tl.float32)
+        origin = tl.zeros((), tl.float32)
+        if GROUP > 0:
+            least, origin = pivot(logits, mask, ban, limit, V, HAS_MASK, LANES, GROUP)
+        seen, hits = fill_lanes(logits, mask, least, work, V, HAS_MASK, LANES, SLOTS, DEPTH)
         count = tl.sum(hits, 0)
-        found = tl.zeros((), tl.int32)
+        crowded = tl.max(hits, 0) > SLOTS - DEPTH
+        hits = tl.minimum(hits, SLOTS - DEPTH)
+        most = tl.max(hits, 0)
+        request = splitmix(tl.load(seed + row).to(tl.uint64), tl.zeros((), tl.uint64))
+        number = tl.load(position + row).to(tl.uint64) * 4 + purpose.to(tl.uint64)
+        row_key = splitmix(request, number)
+        heat = tl.maximum(heat, _COLDEST)
+        rate = (2.0 / heat).to(tl.float32)
+        tl.debug_barrier()
+        bad, banned, top, excess, best, second, best_logit, best_id = score(
+            work, scores, hits, most, ban, origin, rate, least, row_key, LANES
+        )  # fmt: skip
+        found = count - banned
+        seen |= bad | tl.where(count > 0, FINITE, 0)
+        if crowded | ((found < limit) & (least > LOWEST_LOGIT)):
+            seen = row_seen(logits, V, TILE)
+            if (seen & BROKEN) == 0:
+                low = logit_key(least).to(tl.int64)
+                high = tl.where(crowded, HIGHEST, low)
+                low = tl.where(count > limit, low, LOWEST)  # one of them may be banned
+                cut, above = row_cut(logits, mask, ban, low, high, limit, V, HAS_MASK, TILE)
+                key, ties = cut.to(tl.int32), limit - above
+                found = collect(logits, mask, ban, key, ties, work, V, HAS_MASK, TILE)
+                hits = (found - tl.arange(0, LANES) + LANES - 1) // LANES
+                most = tl.max(hits, 0)
+                least = key_logit(key)
+                tl.debug_barrier()
+                bad, banned, top, excess, best, second, best_logit, best_id = score(
+                    work, scores, hits, most, ban, origin, rate, least, row_key, LANES
+                )
         token = tl.zeros((), tl.int32)
-        if (seen & BROKEN) == 0:
-            tl.debug_barrier()
-            found = count - banned_hit(logits, mask, ban, least, V, HAS_MASK)
-            if (count > ROOM) | (tl.max(hits, 0) > SLOTS) | ((found < K) & (cut > LOWEST)):
-                low = tl.where(found >= K, cut, LOWEST)
-                high = tl.where(found >= K, HIGHEST, cut - 1)
-                cut, above = row_cut(logits, mask, ban, low, high, K, V, HAS_MASK, TILE)
-                ties = K - above
-                key = cut.to(tl.int32)
-                count = collect(logits, mask, ban, key, ties, work + FIRST, V, HAS_MASK, TILE)
-                found = count
-            else:
-                gather_lanes(work, hits, ban, work + FIRST, zero, LANES)
-            tl.debug_barrier()
-            request = splitmix(tl.load(seed + row).to(tl.uint64), tl.zeros((), tl.uint64))
-            number = tl.load(position + row).to(tl.uint64) * 4 + purpose.to(tl.uint64)
-            if found > 0:
-                token = _choose(
-                    work, count, cut, splitmix(request, number), tl.maximum(heat, _COLDEST),
-                    tl.load(top_k + row), tl.load(top_p + row).to(tl.float64),
-                    tl.load(min_p + row).to(tl.float64), zero, V, K, TOP, ROOM, FIRST,
-                    WEIGH, DRAW,
-                )  # fmt: skip
+        if ((seen & BROKEN) == 0) & (found > 0):
+            token = choose(
+                work, scores, hits, most, found, least, top, excess, best, second, best_logit,
+                best_id, origin, rate, row_key, heat, limit, tl.load(top_p + row).to(tl.float64),
+                tl.load(min_p + row).to(tl.float64), V, LANES,
+            )  # fmt: skip
     else:
         seen, token = largest(logits, mask, ban, V, HAS_MASK, TILE)
         found = (token < V).to(tl.int32)
@@ -312,38 +310,3 @@ def _sample_kernel(
     ended = tl.where(bad, _NAN, tl.where(found == 0, _ALL_BLOCKED, _OK))
     tl.store(status + row, ended.to(tl.uint8))
     tl.store(tokens + row, tl.where(ended == _OK, token, -1).to(tl.int64))
-
-
-@triton.jit
-def _choose(
-    work,
-    count,
-    pivot_key,
-    row_key,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    zero,
-    V: tl.constexpr,
-    K: tl.constexpr,
-    TOP: tl.constexpr,
-    ROOM: tl.constexpr,
-    FIRST: tl.constexpr,
-    WEIGH: tl.constexpr,
-    DRAW: tl.constexpr,
-):
-    """The token of a row that has `count` candidates at FIRST in its work space. The two lists of
-    TOP before them take the place of the lanes."""
-    limit = tl.where((top_k > 0) & (top_k < K), top_k, K).to(tl.int32)
-    found = work + FIRST
-    weights = work + TOP
-    cut, last, top_key = best_cut(found, count, limit, pivot_key, V, ROOM)
-    count = weigh(found, count, cut, last, top_key, temperature, work, weights, zero, WEIGH)
-    tl.debug_barrier()
-    cut = tl.full((), LOWEST, tl.int32)
-    last = tl.full((), V, tl.int32)
-    if top_p < 1:
-        cut, last = nucleus_cut(work, weights, count, top_key, top_p, V, TOP)
-    least_weight = tl.where(min_p > 0, tl.minimum(min_p, 1.0), 0.0)
-    return draw(work, weights, count, cut, last, least_weight, row_key, zero, V, DRAW)

@@ -1,50 +1,58 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The pieces of the sampling kernel that work on a row's candidates: cuts, weights, noise, the draw.
-
-Everything that is summed is an integer, so no sum depends on its order, and every search is for a
-cut that exists once: neither the launch settings nor the order of the candidates can change a token.
+"""The pieces of the sampling kernel: keys, candidates, noise, and scores in two precisions.
 
 A *key* is a logit as an int32 in the same order; `EMPTY` is below every key and stands for what can
 never be chosen: outside the vocabulary, blocked, -inf, NaN. A *candidate* is an int64: the bits of
 its logit above its token id.
+
+Weights, masses and noise as the reference has them are float64, which a GPU computes some twenty
+times slower than float32. So candidates are first scored in float32, within a known error, and only
+what that error leaves open is computed again: `NEAR` and `SLACK` say how far apart two numbers must
+be for float32 to tell which is larger.
 """
 
 import triton
 import triton.language as tl
 
+from phalanx.kernels.triton.formats import EMULATED
+
 EMPTY = tl.constexpr(-(1 << 31))
 LOWEST = tl.constexpr(-0x7F800000)  # the key of the lowest finite logit
+LOWEST_LOGIT = tl.constexpr(-3.4028234663852886e38)
 HIGHEST = tl.constexpr(0x7F800000)  # the key of +inf
+NO_LOGIT = tl.constexpr(-0x800000 << 32)  # a candidate of token 0 with a logit of -inf
+
+# A score is (logit - origin) / temperature - log(noise). That of the largest logit is at most 3.7 less
+# than without noise, so the first term of the best is at most 41 less: four roundings of it come to
+# 1e-5, and the logarithm of noise is 1.4e-5 off at most. Twice that, for two scores, is half of:
+NEAR = tl.constexpr(1e-4)
+NEAR_OFF = tl.constexpr(
+    1e-6
+)  # and this for each unit that the origin's exponent is off the largest
+# Of a sum of weights, relative: 1e-5, by roundings of the exponents (to 2e-7 of each) and of the sum.
+SLACK = tl.constexpr(4e-5)
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # as in `kernels.reference.noise`
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIFORM_STEP = tl.constexpr(2.0**-52)
+_ALL_52 = tl.constexpr((1 << 52) - 1)
 _MASS_SCALE = tl.constexpr(2.0**44)
-_SHORT = tl.constexpr(13)  # 8192 masses of at most 2**31 stay below the bit
-_COUNT_BIT = tl.constexpr(45)  # from which on their number is counted
-_ONE = tl.constexpr(1 << 45)
-_SUM_BITS = tl.constexpr((1 << 45) - 1)
-
-
-@triton.jit
-def lane_ids(zero, LANES: tl.constexpr):
-    """0..LANES-1, in a way that hides from the compiler that they are consecutive.
-
-    A thread would load four neighbours at once, and every scattered store of what it loaded would
-    first go through shared memory to one a thread. The compiler gives all accesses of one shape
-    one layout: other accesses should have another shape than [LANES].
-
-    Args:
-        zero: 0, unknown when the kernel is compiled.
-    """
-    return tl.arange(0, LANES) ^ zero
+_LN_2 = tl.constexpr(0.6931471805599453)
+ID_BITS = tl.constexpr(18)
+_ID_MASK = tl.constexpr((1 << 18) - 1)
+_ONE_NEAR = tl.constexpr(1 << 50)  # above a logit and an id
 
 
 @triton.jit
 def order_key(bits):
     bits = tl.where(bits == EMPTY, 0, bits)  # -0.0 and 0.0 are a tie
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def logit_key(logit):
+    return order_key(logit.to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -58,8 +66,15 @@ def pack(logits, ids):
 
 
 @triton.jit
-def candidate_keys(candidates):
-    return order_key((candidates >> 32).to(tl.int32))
+def unpack(candidates):
+    """(logits, ids)"""
+    return (candidates >> 32).to(tl.int32).to(tl.float32, bitcast=True), candidates.to(tl.int32)
+
+
+@triton.jit
+def better(logits, ids, logit, token):
+    """Which come before `token` in the order of all: by logit, ties by lower id."""
+    return (logits > logit) | ((logits == logit) & (ids < token))
 
 
 @triton.jit
@@ -72,188 +87,123 @@ def splitmix(start, number):
 
 
 @triton.jit
-def count_cut(keys, low, high, least, most):
-    """The largest cut in low..high that at least `least` keys reach, or any that at most `most`
-    reach as well. `low` is the answer when none does. int64, as are the bounds.
+def reach(logits, cut, PLACE: tl.constexpr):
+    """1 for each that reaches the cut, in field PLACE of an int64; see `lane_cut`."""
+    return tl.where(logits >= cut, 1 << (11 * PLACE), 0).to(tl.int64)
 
-    A step counts at two points; the counts, below 2**15, share an integer.
+
+@triton.jit
+def lane_cut(logits, low, top, least, most):
+    """The largest cut in low..top that at least `least` of the lanes reach, or any that at most `most`
+    reach as well; `low` if none does.
+
+    A step counts at five cuts; counts, of at most 1024, share an integer. First even steps of the
+    logit, which suit most rows; then of its key, which end whatever the logits are.
     """
-    while low < high:
-        third = (high - low + 2) // 3
-        near = low + third
-        far = tl.minimum(near + third, high)
-        meet = tl.where(keys >= near.to(tl.int32), 1, 0) + tl.where(
-            keys >= far.to(tl.int32), 1 << 16, 0
+    key = logit_key(low).to(tl.int64)
+    end_key = logit_key(top).to(tl.int64) + 1
+    end = key_logit(end_key.to(tl.int32))
+    turn = 0
+    while key + 1 < end_key:
+        turn += 1
+        sixth = end * 0.16666667 - low * 0.16666667
+        a, b, c, d, e = low + sixth, low + 2 * sixth, low + 3 * sixth, low + 4 * sixth, end - sixth
+        if turn > 4:
+            width = end_key - key
+            step = (width >> 3) + (width >> 5) + 1
+            a = key_logit((key + step).to(tl.int32))
+            b = key_logit(tl.minimum(key + 2 * step, end_key).to(tl.int32))
+            c = key_logit(tl.minimum(key + 3 * step, end_key).to(tl.int32))
+            d = key_logit(tl.minimum(key + 4 * step, end_key).to(tl.int32))
+            e = key_logit(tl.minimum(key + 5 * step, end_key).to(tl.int32))
+        counts = reach(logits, a, 0) + reach(logits, b, 1) + reach(logits, c, 2)
+        total = tl.sum(counts + reach(logits, d, 3) + reach(logits, e, 4), 0)
+        at_a, at_b, at_c = total & 0x7FF, (total >> 11) & 0x7FF, (total >> 22) & 0x7FF
+        at_d, at_e = (total >> 33) & 0x7FF, (total >> 44) & 0x7FF
+        count = tl.full((), 1 << 20, tl.int64)
+        if at_a < least:
+            end = tl.minimum(a, end)
+        elif at_b < least:
+            low, end, count = a, b, at_a
+        elif at_c < least:
+            low, end, count = b, c, at_b
+        elif at_d < least:
+            low, end, count = c, d, at_c
+        elif at_e < least:
+            low, end, count = d, e, at_d
+        else:
+            low, count = e, at_e
+        key = logit_key(low).to(tl.int64)
+        end_key = tl.where(count <= most, key, logit_key(end).to(tl.int64))
+    return low
+
+
+@triton.jit
+def quick_log2(x):
+    """log2 in float32: 2**-22 off between 0.5 and 2, elsewhere by this share."""
+    if EMULATED:
+        return tl.log2(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-        both = tl.sum(meet, 0)
-        at_near, at_far = both & 0xFFFF, both >> 16
-        beyond = at_far >= least
-        low = tl.where(beyond, far, tl.where(at_near >= least, near, low))
-        count = tl.where(beyond, at_far, at_near)
-        above = tl.where(beyond, high, tl.where(at_near >= least, far - 1, near - 1))
-        high = tl.where((count >= least) & (count <= most), low, above)
-    return low
 
 
 @triton.jit
-def mass_cut(keys, masses, count, low, high, needed):
-    """A cut in low..high that is met by the fewest keys that weigh at least `needed`; `low` when
-    all `count` do not. int64.
+def quick_log_noise(ids, row_key):
+    """log of the exponential noise of `ids`, float32: 1.4e-5 off at most.
 
-    A step sums how many meet the middle together with their masses, 13 bits shorter; where those
-    do not decide, it sums the masses. One key between the bounds is the last one needed.
+    A uniform above a half is taken from 1 before it is rounded, so that its logarithm stays exact.
     """
-    many = count
-    few = tl.zeros((), tl.int32)
-    while (low < high) & (many - few != 1):
-        middle = low + (high - low + 1) // 2
-        meet = keys >= middle.to(tl.int32)
-        both = tl.sum(tl.where(meet, (masses >> _SHORT) + _ONE, 0), 0)
-        met = (both >> _COUNT_BIT).to(tl.int32)
-        least = (both & _SUM_BITS) << _SHORT
-        if (least < needed) & (least + (met.to(tl.int64) << _SHORT) > needed):
-            least = tl.sum(tl.where(meet, masses, 0), 0)
-        enough = least >= needed
-        low = tl.where(enough, middle, low)
-        many = tl.where(enough, met, many)
-        high = tl.where(enough, high, middle - 1)
-        few = tl.where(enough, few, met)
-    return low
+    word = splitmix(row_key, ids.to(tl.uint64)) >> 12
+    above = (word >> 51) != 0
+    word = tl.where(above, word ^ _ALL_52, word)
+    half = (word >> 32).to(tl.uint32).to(tl.float32) * 4294967296.0
+    u = (half + word.to(tl.uint32).to(tl.float32) + 0.5) * _UNIFORM_STEP
+    series = u * (1.0 + u * (0.5 + u * (0.33333334 + u * 0.25)))
+    noise = quick_log2(tl.where(above, 1.0 - u, u)) * -_LN_2
+    return quick_log2(tl.where(above & (u < 0.03125), series, noise)) * _LN_2
 
 
 @triton.jit
-def last_tie(keys, candidates, cut, wanted, V: tl.constexpr):
-    """The id up to which equals of the cut are kept, so that `wanted` of them are; V for all."""
-    last = tl.full((), V, tl.int32)
-    tied = keys == cut
-    if tl.sum(tied.to(tl.int32), 0) > wanted:
-        low = tl.zeros((), tl.int32)
-        while low < last:
-            middle = (low + last) // 2
-            found = tl.sum((tied & (candidates.to(tl.int32) <= middle)).to(tl.int32), 0)
-            last = tl.where(found >= wanted, middle, last)
-            low = tl.where(found >= wanted, low, middle + 1)
-    return last
+def quick_exponent(logits, half, rate):
+    """`(logit - origin) / temperature` in float32; `half`: of the origin, `rate`: 2 / temperature. The
+    difference of halves cannot overflow."""
+    return (logits * 0.5 - half) * rate
 
 
 @triton.jit
-def best_cut(candidates_in, count, wanted, low, V: tl.constexpr, ROOM: tl.constexpr):
-    """(cut, last id among its equals) that the `wanted` best of `count` candidates meet, and the
-    largest key. `low`: a cut that all of them reach."""
-    at = tl.arange(0, ROOM)
-    inside = at < count
-    candidates = tl.load(candidates_in + at, mask=inside, other=0)
-    keys = tl.where(inside, candidate_keys(candidates), EMPTY)
-    top_key = tl.max(keys, 0)
-    cut = low.to(tl.int32)
-    last = tl.full((), V, tl.int32)
-    if count > wanted:
-        cut = count_cut(keys, low, top_key.to(tl.int64), wanted, wanted).to(tl.int32)
-        ties = wanted - tl.sum((keys > cut).to(tl.int32), 0)
-        last = last_tie(keys, candidates, cut, ties, V)
-    return cut, last, top_key
+def exact_weight(logits, maximum, temperature):
+    return tl.exp((logits.to(tl.float64) - maximum) / temperature)
 
 
 @triton.jit
-def nucleus_cut(
-    candidates_in, weights_in, count, top_key, top_p, V: tl.constexpr, TOP: tl.constexpr
-):
-    """(cut, last id among its equals) of top-p: the better ones of each that meets it weigh less
-    than what is asked for."""
-    at = tl.arange(0, TOP)
-    inside = at < count
-    candidates = tl.load(candidates_in + at, mask=inside, other=0)
-    keys = tl.where(inside, candidate_keys(candidates), EMPTY)
-    weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
-    masses = (weights * _MASS_SCALE).to(tl.int64)
-    needed = tl.ceil(top_p * tl.sum(masses, 0).to(tl.float64))
-    needed = tl.maximum(needed, 1.0).to(tl.int64)
-    lowest = tl.min(tl.where(inside, keys, top_key), 0).to(tl.int64)
-    cut = mass_cut(keys, masses, count, lowest, top_key.to(tl.int64), needed).to(tl.int32)
-    above = tl.sum(tl.where(keys > cut, masses, 0), 0)
-    own = tl.max(tl.where(keys == cut, masses, 0), 0)
-    # Equal logits weigh the same: so many of them are needed. Weightless ones never end a prefix,
-    # and no key need equal the cut.
-    ties = tl.minimum((needed - above + own - 1) // tl.maximum(own, 1), TOP)
-    last = last_tie(keys, candidates, cut, tl.where(own > 0, ties, TOP).to(tl.int32), V)
-    return cut, last
+def mass_of(weights):
+    return (weights * _MASS_SCALE).to(tl.int64)
 
 
 @triton.jit
-def meets(candidates, keys, cut, last):
-    return (keys > cut) | ((keys == cut) & (candidates.to(tl.int32) <= last))
+def exact_noise(ids, row_key):
+    word = splitmix(row_key, ids.to(tl.uint64)) >> 12
+    return -tl.log((word.to(tl.int64).to(tl.float64) + 0.5) * _UNIFORM_STEP)
 
 
 @triton.jit
-def weigh(
-    candidates_in,
-    count,
-    cut,
-    last,
-    top_key,
-    temperature,
-    candidates_out,
-    weights_out,
-    zero,
-    LANES: tl.constexpr,
-):
-    """Copy the candidates that meet the cut side by side, and write their weights:
-    `exp((logit - max) / temperature)`, float64, as the int64 of their bits. Returns how many.
-
-    A lane counts its own first: one scan over the lanes then gives every one its places.
-    """
-    lane = lane_ids(zero, LANES)
-    hits = tl.zeros([LANES], tl.int32)
-    for start in range(0, count, LANES):
-        inside = start + lane < count
-        candidates = tl.load(candidates_in + start + lane, mask=inside, other=0)
-        take = meets(candidates, candidate_keys(candidates), cut, last) & inside
-        hits += take.to(tl.int32)
-    place = tl.cumsum(hits, 0) - hits
-    maximum = key_logit(top_key).to(tl.float64)
-    for start in range(0, count, LANES):
-        inside = start + lane < count
-        candidates = tl.load(candidates_in + start + lane, mask=inside, other=0)
-        keys = candidate_keys(candidates)
-        take = meets(candidates, keys, cut, last) & inside
-        keys = tl.where(take, keys, top_key)
-        weights = tl.exp((key_logit(keys).to(tl.float64) - maximum) / temperature)
-        tl.store(candidates_out + place, candidates, mask=take)
-        tl.store(weights_out + place, weights.to(tl.int64, bitcast=True), mask=take)
-        place += take.to(tl.int32)
-    return tl.sum(hits, 0)
+def keep_best(scores, logits, ids, best, second, best_logit, best_id):
+    """Each lane's best two scores, and whose the best is."""
+    wins = scores > best
+    second = tl.maximum(second, tl.minimum(scores, best))
+    best_logit = tl.where(wins, logits, best_logit)
+    return tl.maximum(scores, best), second, best_logit, tl.where(wins, ids, best_id)
 
 
 @triton.jit
-def draw(
-    candidates_in,
-    weights_in,
-    count,
-    cut,
-    last,
-    least_weight,
-    row_key,
-    zero,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The id whose exponential clock rings first, among the candidates that meet the cut and weigh
-    enough; the lower of equals."""
-    best = tl.full([BLOCK], float("inf"), tl.float64)
-    winner = tl.full([BLOCK], V, tl.int32)
-    for start in range(0, count, BLOCK):
-        at = start + lane_ids(zero, BLOCK)
-        inside = at < count
-        candidates = tl.load(candidates_in + at, mask=inside, other=0)
-        weights = tl.load(weights_in + at, mask=inside, other=0).to(tl.float64, bitcast=True)
-        ids = candidates.to(tl.int32)
-        rings = meets(candidates, candidate_keys(candidates), cut, last)
-        rings &= (weights > 0) & (weights >= least_weight)  # weight 0 waits for ever
-        word = splitmix(row_key, ids.to(tl.uint64)) >> 12
-        noise = -tl.log((word.to(tl.int64).to(tl.float64) + 0.5) * _UNIFORM_STEP)
-        time = tl.where(rings, noise / tl.where(rings, weights, 1.0), float("inf"))
-        sooner = (time < best) | ((time == best) & (ids < winner))
-        winner = tl.where(sooner & rings, ids, winner)
-        best = tl.minimum(best, time)
-    first = tl.min(best, 0)
-    return tl.min(tl.where(best == first, winner, V), 0)
+def nearest(best, second, best_logit, best_id, margin):
+    """(how many scores are near the best one, its logit and id if that is all)"""
+    near = tl.max(best, 0) - margin
+    bits = best_logit.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    word = _ONE_NEAR + (bits << ID_BITS) + best_id
+    word = tl.where(best >= near, word, 0) + tl.where(second >= near, _ONE_NEAR, 0)
+    total = tl.sum(word, 0)
+    logit = (total >> ID_BITS).to(tl.int32).to(tl.float32, bitcast=True)
+    return (total >> 50).to(tl.int32), logit, (total & _ID_MASK).to(tl.int32)

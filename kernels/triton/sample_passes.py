@@ -1,8 +1,9 @@
-# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,assignment"
 """The passes of the sampling kernel over a whole row of logits.
 
-The usual row is read once, four tiles at a time, without a word between threads: each lane of a tile
-keeps what reaches the pivot in slots of its own, and `gather_lanes` then moves them together.
+The usual row is read once. Lane i of a program, which is one thread, meets every LANES-th logit, and
+copies what reaches the pivot to slots of its own: candidate s of lane i lies at s * LANES + i of the
+work space. Lanes exchange nothing.
 """
 
 import triton
@@ -10,17 +11,15 @@ import triton.language as tl
 
 from phalanx.kernels.triton.sample_parts import (
     EMPTY,
-    LOWEST,
-    count_cut,
-    lane_ids,
-    order_key,
+    LOWEST_LOGIT,
+    lane_cut,
+    logit_key,
     pack,
 )
 
 BROKEN = tl.constexpr(2)  # bits of what a pass saw: NaN or +inf,
 FINITE = tl.constexpr(1)  # and anything above -inf
-NO_LOGIT = tl.constexpr(-0x800000 << 32)  # a candidate of token 0 with a logit of -inf
-_GROUP = tl.constexpr(8)  # neighbours in the sample of a row: one 32-byte sector
+_NEIGHBOURS = tl.constexpr(8)  # in the sample of a row: one 32-byte sector
 
 
 @triton.jit
@@ -38,7 +37,7 @@ def tile_keys(logits, mask, offs, ban, V: tl.constexpr, HAS_MASK: tl.constexpr):
     usable = (x > float("-inf")) & (offs != ban)
     if HAS_MASK:
         usable &= tl.load(mask + offs, mask=inside, other=0) != 0
-    return x, tl.where(usable, order_key(x.to(tl.int32, bitcast=True)), EMPTY)
+    return x, tl.where(usable, logit_key(x), EMPTY)
 
 
 @triton.jit
@@ -46,39 +45,37 @@ def pivot(
     logits,
     mask,
     ban,
+    wanted,
     V: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    SAMPLE: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-):
-    """A key that about the wanted number of the row's keys reach, guessed from a fixed sample."""
-    spread: tl.constexpr = V // (SAMPLE // _GROUP) // _GROUP * _GROUP
-    at = tl.arange(0, SAMPLE)
-    _, keys = tile_keys(logits, mask, at // _GROUP * spread + at % _GROUP, ban, V, HAS_MASK)
-    low = tl.full((), LOWEST, tl.int64)
-    return count_cut(keys, low, tl.max(keys, 0).to(tl.int64), LEAST, MOST)
-
-
-@triton.jit
-def keep_in_lanes(
-    x,
-    ids,
-    mask,
-    least,
-    places,
-    highest,
-    lanes_out,
-    HAS_MASK: tl.constexpr,
     LANES: tl.constexpr,
-    SLOTS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    take = x >= least
-    if HAS_MASK:
-        take &= tl.load(mask + ids, mask=take, other=0) != 0
-    tl.store(lanes_out + places, pack(x, ids), mask=take & (places < SLOTS * LANES))
-    places += tl.where(take, LANES, 0)
-    return places, tl.maximum(highest, x, tl.PropagateNan.ALL)
+    """(logit that somewhat more than `wanted` of the row's usable ones reach, guessed from a fixed
+    sample; the largest of the sample, or 0)
+
+    So many of a sample of n reach a cut that `wanted` of the row do, or one more in n: with 4.3
+    standard deviations to spare. A lane looks at GROUP logits and keeps the largest: how many lanes
+    reach a cut tells almost as well how many logits do.
+    """
+    SAMPLE: tl.constexpr = LANES * GROUP
+    spread: tl.constexpr = V // (SAMPLE // _NEIGHBOURS) // _NEIGHBOURS * _NEIGHBOURS
+    best = tl.full([LANES], float("-inf"), tl.float32)
+    for part in tl.static_range(GROUP):
+        at = part * LANES + tl.arange(0, LANES)
+        offs = at // _NEIGHBOURS * spread + at % _NEIGHBOURS
+        x = tl.load(logits + offs)
+        usable = (x < float("inf")) & (offs != ban)
+        if HAS_MASK:
+            usable &= tl.load(mask + offs) != 0
+        best = tl.maximum(best, tl.where(usable, x, float("-inf")))
+    root = 2.15 + tl.sqrt(4.63 + wanted.to(tl.float32) * (SAMPLE / V))
+    share = tl.minimum(root * root / SAMPLE, 0.9)  # of the row's logits
+    least = (LANES * (1.0 - tl.exp(GROUP * tl.log(1.0 - share)))).to(tl.int32) + 1
+    low = tl.maximum(tl.min(best, 0), LOWEST_LOGIT)
+    top = tl.max(best, 0)
+    cut = lane_cut(best, low, tl.maximum(top, low), least, least + least // 32)
+    return cut, tl.where(top > float("-inf"), top, 0.0)
 
 
 @triton.jit
@@ -92,10 +89,7 @@ def load_tile(logits, start, lane, V: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def turn(
-    a,
-    b,
-    c,
-    d,
+    tiles,
     start,
     logits,
     lane,
@@ -108,28 +102,25 @@ def turn(
     HAS_MASK: tl.constexpr,
     LANES: tl.constexpr,
     SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Look at the four tiles from `start` on, and load the next one in the place of each: three are
-    always under way."""
-    ids = start + lane
-    places, highest = keep_in_lanes(
-        a, ids, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
-    )
-    a = load_tile(logits, start + 4 * LANES, lane, V, MASKED)
-    places, highest = keep_in_lanes(
-        b, ids + LANES, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
-    )
-    b = load_tile(logits, start + 5 * LANES, lane, V, MASKED)
-    places, highest = keep_in_lanes(
-        c, ids + 2 * LANES, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
-    )
-    c = load_tile(logits, start + 6 * LANES, lane, V, MASKED)
-    places, highest = keep_in_lanes(
-        d, ids + 3 * LANES, mask, least, places, highest, lanes_out, HAS_MASK, LANES, SLOTS
-    )
-    d = load_tile(logits, start + 7 * LANES, lane, V, MASKED)
-    return a, b, c, d, places, highest
+    """Look at the DEPTH tiles from `start` on, and load the next one in the place of each."""
+    next_tiles = ()
+    room = places < (SLOTS - DEPTH) * LANES
+    for i in tl.static_range(DEPTH):
+        x = tiles[i]
+        ids = start + i * LANES + lane
+        take = (x < least) == 0  # and NaN, for the row to be found broken
+        if HAS_MASK:
+            take &= tl.load(mask + ids, mask=take, other=0) != 0
+            highest = tl.maximum(highest, x, tl.PropagateNan.ALL)
+        tl.store(lanes_out + places, pack(x, ids), mask=take & room, eviction_policy="evict_last")
+        places += tl.where(take, LANES, 0)
+        next_tiles = next_tiles + (
+            load_tile(logits, start + (DEPTH + i) * LANES, lane, V, MASKED),
+        )  # fmt: skip
+    return next_tiles, places, highest
 
 
 @triton.jit
@@ -138,69 +129,48 @@ def fill_lanes(
     mask,
     least,
     lanes_out,
-    zero,
     V: tl.constexpr,
     HAS_MASK: tl.constexpr,
     LANES: tl.constexpr,
     SLOTS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Copy the candidates whose logit is at least `least` to the slots of their lanes.
+    """Copy the candidates whose logit is at least `least`, or NaN, to the slots of their lanes.
+
+    Two turns to a step of the loop: then tiles change registers without a copy, which would wait for
+    the loads.
 
     Returns:
-        (bits seen, int32 [LANES]: how many a lane met; only the first SLOTS are copied).
+        (bits seen, where a mask hides logits; int32 [LANES]: how many a lane met, of which the first
+        SLOTS - DEPTH are copied for sure).
     """
-    whole: tl.constexpr = V // (4 * LANES) * (4 * LANES)
-    lane = lane_ids(zero, LANES)
+    STEP: tl.constexpr = DEPTH * LANES
+    paired: tl.constexpr = max(V // STEP - 1, 0) // 2 * (2 * STEP)
+    lane = tl.arange(0, LANES)
     places = lane
     highest = tl.full([LANES], float("-inf"), tl.float32)
-    a = load_tile(logits, 0, lane, V, whole == 0)
-    b = load_tile(logits, LANES, lane, V, whole == 0)
-    c = load_tile(logits, 2 * LANES, lane, V, whole == 0)
-    d = load_tile(logits, 3 * LANES, lane, V, whole == 0)
-    for start in range(0, whole - 4 * LANES, 4 * LANES):
-        a, b, c, d, places, highest = turn(
-            a, b, c, d, start, logits, lane, mask, least, places, highest, lanes_out,
-            V, HAS_MASK, LANES, SLOTS, False,
+    tiles = ()
+    for i in tl.static_range(DEPTH):
+        tiles = tiles + (load_tile(logits, i * LANES, lane, V, V < STEP),)
+    for start in range(0, paired, 2 * STEP):
+        tiles, places, highest = turn(
+            tiles, start, logits, lane, mask, least, places, highest, lanes_out,
+            V, HAS_MASK, LANES, SLOTS, DEPTH, False,
         )  # fmt: skip
-    last: tl.constexpr = max(whole - 4 * LANES, 0)
-    for start in range(last, V, 4 * LANES):
-        a, b, c, d, places, highest = turn(
-            a, b, c, d, start, logits, lane, mask, least, places, highest, lanes_out,
-            V, HAS_MASK, LANES, SLOTS, True,
+        tiles, places, highest = turn(
+            tiles, start + STEP, logits, lane, mask, least, places, highest, lanes_out,
+            V, HAS_MASK, LANES, SLOTS, DEPTH, False,
+        )  # fmt: skip
+    for start in range(paired, V, STEP):
+        tiles, places, highest = turn(
+            tiles, start, logits, lane, mask, least, places, highest, lanes_out,
+            V, HAS_MASK, LANES, SLOTS, DEPTH, True,
         )  # fmt: skip
     return seen_bits(highest), (places - lane) // LANES
 
 
 @triton.jit
-def banned_hit(logits, mask, ban, least, V: tl.constexpr, HAS_MASK: tl.constexpr):
-    """1 if the banned id is among the candidates in the lanes, else 0."""
-    inside = (ban >= 0) & (ban < V)
-    hit = tl.load(logits + ban, mask=inside, other=float("-inf")) >= least
-    if HAS_MASK:
-        hit &= tl.load(mask + ban, mask=inside, other=0) != 0
-    return (hit & inside).to(tl.int32)
-
-
-@triton.jit
-def gather_lanes(lanes_in, hits, ban, candidates_out, zero, LANES: tl.constexpr):
-    """Copy the candidates of all lanes side by side; the banned one with a logit of -inf."""
-    place = tl.cumsum(hits, 0) - hits
-    lane = lane_ids(zero, LANES)
-    for slot in range(0, tl.max(hits, 0), 4):
-        here, there = lanes_in + slot * LANES + lane, candidates_out + place + slot
-        a = tl.load(here, mask=slot < hits, other=0)
-        b = tl.load(here + LANES, mask=slot + 1 < hits, other=0)
-        c = tl.load(here + 2 * LANES, mask=slot + 2 < hits, other=0)
-        d = tl.load(here + 3 * LANES, mask=slot + 3 < hits, other=0)
-        dead = NO_LOGIT | ban.to(tl.int64)
-        tl.store(there, tl.where(a.to(tl.int32) == ban, dead, a), mask=slot < hits)
-        tl.store(there + 1, tl.where(b.to(tl.int32) == ban, dead, b), mask=slot + 1 < hits)
-        tl.store(there + 2, tl.where(c.to(tl.int32) == ban, dead, c), mask=slot + 2 < hits)
-        tl.store(there + 3, tl.where(d.to(tl.int32) == ban, dead, d), mask=slot + 3 < hits)
-
-
-@triton.jit
-def better(x, offs, mask, ban, best, winner, highest, HAS_MASK: tl.constexpr):
+def larger(x, offs, mask, ban, best, winner, highest, HAS_MASK: tl.constexpr):
     take = (x > best) & (offs != ban)
     if HAS_MASK:
         take &= tl.load(mask + offs, mask=take, other=0) != 0
@@ -223,10 +193,21 @@ def largest(logits, mask, ban, V: tl.constexpr, HAS_MASK: tl.constexpr, TILE: tl
         b = tl.load(
             here + at + TILE, mask=ids + TILE < V, other=rest, eviction_policy="evict_first"
         )
-        best, winner, highest = better(a, ids, mask, ban, best, winner, highest, HAS_MASK)
-        best, winner, highest = better(b, ids + TILE, mask, ban, best, winner, highest, HAS_MASK)
+        best, winner, highest = larger(a, ids, mask, ban, best, winner, highest, HAS_MASK)
+        best, winner, highest = larger(b, ids + TILE, mask, ban, best, winner, highest, HAS_MASK)
     first = tl.max(best, 0)
     return seen_bits(highest), tl.min(tl.where(best == first, winner, V), 0)
+
+
+@triton.jit
+def row_seen(logits, V: tl.constexpr, TILE: tl.constexpr):
+    """Bits seen in the whole row."""
+    highest = tl.full([TILE], float("-inf"), tl.float32)
+    for start in range(0, V, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(logits + at, mask=at < V, other=float("-inf"))
+        highest = tl.maximum(highest, x, tl.PropagateNan.ALL)
+    return seen_bits(highest)
 
 
 @triton.jit
@@ -274,8 +255,8 @@ def collect(
     HAS_MASK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Copy the candidates above the cut, and the first `ties` of those that equal it; returns how
-    many. A scan a tile: slower than lanes, but without a limit to what one lane may meet."""
+    """Copy the candidates above the cut, and the first `ties` of those that equal it, side by side;
+    returns how many. A scan a tile: slower than lanes, but without a limit to what one may meet."""
     count = tl.zeros((), tl.int32)
     tied = tl.zeros((), tl.int32)
     for start in range(0, V, TILE):
