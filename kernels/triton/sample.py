@@ -56,21 +56,18 @@ from phalanx.kernels.triton.sample_passes import (
 FORCE_TOP_K_MAX: Final = 8192  # candidates of which one program can keep track
 FEW_ROWS: Final = 132  # at most one program on each SM of an H200: settings for latency
 MANY: Final[Config] = {
-    "lanes": 512,  # a tile of a row, and the threads of a program
-    "depth": 8,  # tiles on their way
-    "group": 8,  # tiles of the sample by which a row's pivot is guessed
-    "tile": 4096,  # logits looked at together by greedy rows
-    "warps": 16,
-    "registers": 64,  # a thread: two programs on an SM
+    "lanes": 256,  # a tile of a row, and the threads of a program
+    "depth": 16,  # tiles on their way
+    "group": 16,  # tiles of the sample by which a row's pivot is guessed
+    "tile": 2048,  # logits looked at together by greedy rows
+    "warps": 8,
+    "registers": 128,  # a thread: two programs on an SM
 }
-FEW: Final[Config] = MANY | {"lanes": 1024, "group": 4, "warps": 32}
+_HALF: Final[Config] = MANY | {"lanes": 512, "group": 8, "tile": 4096, "warps": 16}
+FEW: Final[Config] = _HALF | {"lanes": 1024, "depth": 8, "group": 4, "warps": 32, "registers": 64}
 CANDIDATES: Final[dict[str, list[Config]]] = {
-    "few": [FEW, MANY | {"depth": 16, "registers": 128}],
-    "many": [
-        MANY,
-        MANY | {"depth": 12},
-        MANY | {"lanes": 256, "depth": 16, "group": 16, "warps": 8, "registers": 128},
-    ],
+    "few": [FEW, _HALF],
+    "many": [MANY, MANY | {"depth": 12}, _HALF | {"depth": 12, "registers": 64}],
 }
 
 # The vectors of SamplingRows that the kernel reads, in its order.
