@@ -151,47 +151,24 @@ def _alternative(case: _Case) -> tuple[str, float]:
 
 # --- Settings -----------------------------------------------------------------------------------
 
-_Kernel = tuple[int, int, int, int]  # outputs, pieces, warps, stages
+_Kernel = tuple[int, int, int]  # outputs, warps, stages
 
-_FEW_UP: Final = (
-    (64, 4, 4, 3),
-    (64, 4, 4, 4),
-    (64, 4, 4, 5),
-    (64, 1, 4, 4),
-    (64, 2, 4, 4),
-    (128, 4, 4, 3),
-    (128, 4, 4, 4),
-    (128, 4, 8, 4),
-)
-_FEW_DOWN: Final = (
-    (64, 4, 4, 5),
-    (64, 2, 4, 6),
-    (128, 4, 4, 3),
-    (128, 4, 4, 5),
-    (128, 1, 4, 4),
-    (128, 2, 4, 4),
-    (256, 4, 4, 3),
-)
-_MANY_UP: Final = ((128, 4, 8, 3), (128, 1, 8, 2), (128, 1, 8, 3), (128, 1, 8, 4), (64, 1, 4, 3))
-_MANY_DOWN: Final = ((256, 4, 8, 3), (256, 1, 8, 2), (256, 1, 8, 4), (128, 1, 8, 4), (128, 1, 4, 3))
-# Pairs to time, and the tile heights to compare at them.
-_TRIALS: Final = (
-    (64, ((16, 0),)),
-    (512, ((32, 0), (16, 0))),
-    (1536, ((64, 0), (32, 16))),
-    (3072, ((64, 16), (64, 32), (128, 0))),
-    (4096, ((64, 32), (128, 0))),
-    (12288, ((128, 0), (64, 32))),
+_UP: Final = ((64, 4, 3), (64, 4, 4), (64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 8, 4))
+_DOWN: Final = ((64, 4, 5), (128, 4, 3), (128, 4, 4), (128, 4, 5), (256, 4, 3), (256, 8, 3))
+# Pairs to time, and changes to compare at them before kernels are looked at one by one.
+_TRIALS: Final[tuple[tuple[int, tuple[Config, ...]], ...]] = (
+    (64, ({"m": 16},)),
+    (512, ({"m": 32}, {"m": 16})),
+    (4096, ({"hopper": 1}, {"hopper": 0, "m": 128}, {"hopper": 0, "m": 64})),
 )
 
 
 def candidates(settings: Config, part: str) -> Iterator[Config]:
     """Settings of one kernel to try in place of these."""
-    few = settings["m"] + settings["more"] <= 32
-    up, down = (_FEW_UP, _FEW_DOWN) if few else (_MANY_UP, _MANY_DOWN)
-    for n, pieces, warps, stages in up if part == "up" else down:
-        kernel = {"n": n, "pieces": pieces, "warps": warps, "stages": stages}
-        yield settings | {f"{part}_{name}": value for name, value in kernel.items()}
+    if not settings["hopper"]:
+        for n, warps, stages in _UP if part == "up" else _DOWN:
+            kernel = {"n": n, "warps": warps, "stages": stages}
+            yield settings | {f"{part}_{name}": value for name, value in kernel.items()}
 
 
 def _tell(line: str) -> None:
@@ -206,12 +183,12 @@ def tune(limits: Ceilings, report: Callable[[str], None] = _tell) -> dict[str, d
     pool = _pool(48)
     _compile(pool)
     table: dict[str, Config] = {}
-    for num_pairs, heights in _TRIALS:
+    for num_pairs, changes in _TRIALS:
         case = _Case(pool, num_pairs)
         grouping = time_us(lambda: group_pairs(case.slots, 48, 16))  # noqa: B023
         report(f"experts, {num_pairs} pairs grouped: {grouping:.1f} us")
         key, default = key_for(num_pairs, 48, HIDDEN, INTER)
-        trials = [default | {"m": m, "more": more} for m, more in heights]
+        trials = [default | change for change in changes]
         times = [_trial(case, trial, report) for trial in trials]
         best_us, best = min(zip(times, trials, strict=True), key=lambda timed: timed[0])
         for part in ("up", "down"):
@@ -232,10 +209,10 @@ def _compiling() -> Iterator[None]:
 
 def _compile(pool: ExpertPool) -> None:
     with _compiling():
-        for num_pairs, heights in _TRIALS:
+        for num_pairs, changes in _TRIALS:
             case = _Case(pool, num_pairs)
-            for m, more in heights:
-                base = key_for(num_pairs, 48, HIDDEN, INTER)[1] | {"m": m, "more": more}
+            for change in changes:
+                base = key_for(num_pairs, 48, HIDDEN, INTER)[1] | change
                 for part in ("up", "down"):
                     for settings in (base, *candidates(base, part)):
                         case.run(settings, compile_only=True)

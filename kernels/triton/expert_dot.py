@@ -13,19 +13,14 @@ import triton.language as tl
 # The interpreter knows no machine instructions: there the same unpacking runs on whole tensors.
 PLAIN = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-TILE_ROWS = tl.constexpr(64)  # of a tile of weights, see expert_pool
-TILE_COLUMNS = tl.constexpr(128)
-GROUP = tl.constexpr(32)
-WORDS = tl.constexpr(64 * 32)  # of a tile
-
 
 @triton.jit
 def _unpack_plain(word: tl.tensor, scale: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
     bits = word.to(tl.int32)
-    if PLACE < 3:
-        code = (bits << 3 * PLACE) & 0x81C0
-    else:
+    if PLACE == 1:
         code = ((bits << 1) & 0x8000) | ((bits >> 5) & 0x0100) | ((bits >> 4) & 0x00C0)
+    else:
+        code = (bits << (0 if PLACE == 0 else 6 if PLACE == 2 else 3)) & 0x81C0
     exponent = (scale >> 8 * PLACE) & 0xFF
     value = (code << 16).to(tl.float32, bitcast=True)
     value *= (exponent << 23).to(tl.float32, bitcast=True)[:, None]
@@ -36,24 +31,24 @@ def _unpack_plain(word: tl.tensor, scale: tl.tensor, PLACE: tl.constexpr) -> tl.
 @triton.jit
 def _scale(scale: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
     """int32 [N], four exponent fields -> one as two equal bf16 in 32 bits, [N]."""
-    # Each half is the byte times 128: `prmt` puts it in the upper byte, the shift moves it on.
+    # Each half is the byte times 128. A shift to the left is a product: another pipe than `prmt`'s.
     if PLACE == 0:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x0404; shr.u32 $0, t, 1; }",
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4040; shl.b32 $0, t, 7; }",
             "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     if PLACE == 1:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x1414; shr.u32 $0, t, 1; }",
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4141; shl.b32 $0, t, 7; }",
             "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     if PLACE == 2:
         return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x2424; shr.u32 $0, t, 1; }",
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4242; shl.b32 $0, t, 7; }",
             "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x3434; shr.u32 $0, t, 1; }",
+        "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4343; shl.b32 $0, t, 7; }",
         "=r,r", [scale], dtype=tl.int32, is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -72,9 +67,11 @@ def unpack(word: tl.tensor, scale: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
             "{ .reg .b32 t; and.b32 t, $1, 0x81C081C0; mul.rn.bf16x2 $0, t, $2; }",
             "=r,r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    if PLACE == 1:
+    if PLACE == 1:  # what the other three left; 0xEA is (a & b) | c
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0;
+            """{ .reg .b32 t, a, b; shl.b32 t, $1, 1; and.b32 t, t, 0x80008000;
+            shr.u32 a, $1, 5; lop3.b32 t, a, 0x01000100, t, 0xEA;
+            shr.u32 b, $1, 4; lop3.b32 t, b, 0x00C000C0, t, 0xEA;
             mul.rn.bf16x2 $0, t, $2; }""",
             "=r,r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
@@ -84,39 +81,11 @@ def unpack(word: tl.tensor, scale: tl.tensor, PLACE: tl.constexpr) -> tl.tensor:
             mul.rn.bf16x2 $0, t, $2; }""",
             "=r,r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
         )  # fmt: skip
-    # What the other three left: 0xEA is (a & b) | c.
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 t, a, b; shl.b32 t, $1, 1; and.b32 t, t, 0x80008000;
-        shr.u32 a, $1, 5; lop3.b32 t, a, 0x01000100, t, 0xEA;
-        shr.u32 b, $1, 4; lop3.b32 t, b, 0x00C000C0, t, 0xEA;
+        """{ .reg .b32 t; shl.b32 t, $1, 3; and.b32 t, t, 0x81C081C0;
         mul.rn.bf16x2 $0, t, $2; }""",
         "=r,r,r,r", [word, factor], dtype=tl.bfloat16, is_pure=True, pack=2,
     )  # fmt: skip
-
-
-@triton.jit
-def left_operand(
-    word: tl.tensor, scale: tl.tensor, PIECE: tl.constexpr, PIECES: tl.constexpr, N: tl.constexpr
-) -> tl.tensor:
-    """The weights of one product: all 128 columns, or those of one of 2 or 4 pieces.
-
-    A long product lets the tensor cores run on while the next weights are unpacked; short ones
-    need fewer registers. All go through the columns in the same order.
-    """
-    if PIECES == 4:
-        return unpack(word, scale, PIECE)
-    elif PIECES == 2:
-        return _beside(unpack(word, scale, 2 * PIECE), unpack(word, scale, 2 * PIECE + 1), N, 32)
-    else:
-        first = _beside(unpack(word, scale, 0), unpack(word, scale, 1), N, 32)
-        second = _beside(unpack(word, scale, 2), unpack(word, scale, 3), N, 32)
-        return _beside(first, second, N, 64)
-
-
-@triton.jit
-def _beside(a: tl.tensor, b: tl.tensor, N: tl.constexpr, K: tl.constexpr) -> tl.tensor:
-    """[N, K] and [N, K] -> [N, 2 K]. Moves nothing: each value stays in its thread's register."""
-    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (N, 2 * K))
 
 
 @triton.jit
@@ -165,10 +134,10 @@ def _silu(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def swiglu(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, weight: tl.tensor) -> tl.tensor:
-    """`kernels.reference.swiglu` on bf16 values: float32 [N, M], weight [M] -> bf16 values [N, M]."""
+    """`kernels.reference.swiglu` on bf16 values: float32, a weight that broadcasts -> bf16 values."""
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    return to_bf16(_silu(gate) * up * weight[None, :])
+    return to_bf16(_silu(gate) * up * weight)
 
 
 @triton.jit

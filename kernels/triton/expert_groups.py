@@ -1,41 +1,34 @@
 """Pairs brought together by slot: which pairs each tile of an expert kernel multiplies."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+from typing import Final
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_CHUNK = 1024  # pairs looked at together
-_FEW = 128  # pairs compared each with each
+_FEW: Final = 128  # pairs compared each with each
+_ONE: Final = 8192  # pairs that one program brings together
+_CHUNK: Final = 1024  # pairs of one of several programs
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_tiles"])
-def _group_kernel(
-    slot_ids_ptr,
-    order_ptr,
-    next_ptr,
-    tiles_ptr,
-    num_pairs,
-    num_slots,
-    num_tiles,
-    HEIGHT: tl.constexpr,
-    BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
+@triton.jit
+def _ids(slot_ids_ptr, pair, num_pairs, num_slots):
+    """Slots of pairs; num_slots stands for none."""
+    ids = tl.load(slot_ids_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    return tl.where((ids >= 0) & (ids < num_slots), ids, num_slots)
+
+
+@triton.jit
+def _cut(
+    counts_ptr, first_ptr, tiles_ptr, num_slots, num_tiles, HEIGHT: tl.constexpr, BINS: tl.constexpr
 ):
-    lane = tl.arange(0, CHUNK)
+    """From the pairs of each slot to where its first pair comes, and to tiles."""
     slot = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for start in range(0, num_pairs, CHUNK):
-        mask = start + lane < num_pairs
-        ids = tl.load(slot_ids_ptr + start + lane, mask=mask, other=-1).to(tl.int32)
-        ids = tl.where((ids >= 0) & (ids < num_slots), ids, num_slots)
-        # Lanes without a pair go to the last bin, which no slot has, and are not looked at again.
-        counts += tl.histogram(tl.where(mask, ids, BINS - 1), BINS)
-    counts = tl.where(slot <= num_slots, counts, 0)
+    counts = tl.load(counts_ptr + slot, mask=slot <= num_slots, other=0)
     first = tl.cumsum(counts, 0) - counts
-    tl.store(next_ptr + slot, first)
-
+    tl.store(first_ptr + slot, first)
     tiles = (counts + HEIGHT - 1) // HEIGHT
     tile = tl.cumsum(tiles, 0) - tiles
     for i in range(tl.max(tiles, 0)):
@@ -44,19 +37,60 @@ def _group_kernel(
         tl.store(entry, tl.where(slot < num_slots, slot, -1), mask=mask)
         tl.store(entry + 1, first + i * HEIGHT, mask=mask)
         tl.store(entry + 2, tl.minimum(counts - i * HEIGHT, HEIGHT), mask=mask)
-    used = tl.sum(tiles, 0)
-    for start in range(0, num_tiles, CHUNK):
-        rest = start + lane
-        mask = (rest >= used) & (rest < num_tiles)
-        tl.store(tiles_ptr + 3 * rest + 2, tl.zeros((CHUNK,), tl.int32), mask=mask)
+    for start in range(tl.sum(tiles, 0), num_tiles, BINS):
+        mask = start + slot < num_tiles
+        tl.store(tiles_ptr + 3 * (start + slot) + 2, tl.zeros((BINS,), tl.int32), mask=mask)
 
-    tl.debug_barrier()  # `next` is written
-    for start in range(0, num_pairs, CHUNK):
-        mask = start + lane < num_pairs
-        ids = tl.load(slot_ids_ptr + start + lane, mask=mask, other=-1).to(tl.int32)
-        ids = tl.where((ids >= 0) & (ids < num_slots), ids, num_slots)
-        place = tl.atomic_add(next_ptr + ids, 1, mask=mask)
-        tl.store(order_ptr + place, start + lane, mask=mask)
+
+@triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_tiles"])
+def _group_kernel(
+    slot_ids_ptr,
+    order_ptr,
+    counts_ptr,
+    first_ptr,
+    tiles_ptr,
+    num_pairs,
+    num_slots,
+    num_tiles,
+    HEIGHT: tl.constexpr,
+    BINS: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    pair = tl.arange(0, PAIRS)
+    ids = _ids(slot_ids_ptr, pair, num_pairs, num_slots)
+    tl.store(counts_ptr + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
+    tl.debug_barrier()
+    rank = tl.atomic_add(counts_ptr + ids, 1, mask=pair < num_pairs)
+    tl.debug_barrier()
+    _cut(counts_ptr, first_ptr, tiles_ptr, num_slots, num_tiles, HEIGHT, BINS)
+    tl.debug_barrier()
+    place = tl.load(first_ptr + ids) + rank
+    tl.store(order_ptr + place, pair, mask=pair < num_pairs)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_slots"])
+def _rank_kernel(slot_ids_ptr, ranks_ptr, counts_ptr, num_pairs, num_slots, CHUNK: tl.constexpr):
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = _ids(slot_ids_ptr, pair, num_pairs, num_slots)
+    rank = tl.atomic_add(counts_ptr + ids, 1, mask=pair < num_pairs)
+    tl.store(ranks_ptr + pair, rank, mask=pair < num_pairs)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tiles"])
+def _cut_kernel(
+    counts_ptr, first_ptr, tiles_ptr, num_slots, num_tiles, HEIGHT: tl.constexpr, BINS: tl.constexpr
+):
+    _cut(counts_ptr, first_ptr, tiles_ptr, num_slots, num_tiles, HEIGHT, BINS)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_slots"])
+def _place_kernel(
+    slot_ids_ptr, ranks_ptr, first_ptr, order_ptr, num_pairs, num_slots, CHUNK: tl.constexpr
+):
+    pair = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    ids = _ids(slot_ids_ptr, pair, num_pairs, num_slots)
+    place = tl.load(first_ptr + ids) + tl.load(ranks_ptr + pair, mask=pair < num_pairs, other=0)
+    tl.store(order_ptr + place, pair, mask=pair < num_pairs)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_slots", "num_tiles"])
@@ -99,7 +133,9 @@ def num_tiles(num_pairs: int, num_slots: int, height: int) -> int:
 
 
 def group_pairs(slot_ids: Tensor, num_slots: int, height: int) -> tuple[Tensor, Tensor]:
-    """Sort pairs by slot and cut each slot's pairs into tiles, in one launch of one program.
+    """Sort pairs by slot and cut each slot's pairs into tiles.
+
+    One launch of one program; for more than 8,192 pairs three launches.
 
     Args:
         slot_ids: int32 or int64 [P], contiguous. Others than 0..num_slots - 1 mean "no slot".
@@ -112,28 +148,33 @@ def group_pairs(slot_ids: Tensor, num_slots: int, height: int) -> tuple[Tensor, 
         order; and the number of pairs, 0 for tiles that are not needed.
     """
     num_pairs = slot_ids.shape[0]
-    bins = triton.next_power_of_2(num_slots + 2)
+    bins = triton.next_power_of_2(num_slots + 1)
     count = num_tiles(num_pairs, num_slots, height)
-    order, following, tiles = (
-        torch.empty(shape, dtype=torch.int32, device=slot_ids.device)
-        for shape in ((num_pairs,), (bins,), (count, 3))
-    )
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=slot_ids.device)
+
+    order, tiles = empty(num_pairs), empty(count, 3)
     padded = max(32, triton.next_power_of_2(num_pairs))
     numbers = num_pairs, num_slots, count
     if num_pairs <= _FEW:
         _group_few_kernel[(1,)](
             slot_ids, order, tiles, *numbers, HEIGHT=height, PAIRS=padded, num_warps=padded // 16
         )
-    else:
+    elif num_pairs <= _ONE:
+        counts, first = empty(2, bins)
         _group_kernel[(1,)](
-            slot_ids,
-            order,
-            following,
-            tiles,
-            *numbers,
-            HEIGHT=height,
-            BINS=bins,
-            CHUNK=min(_CHUNK, padded),
-            num_warps=8,
+            slot_ids, order, counts, first, tiles, *numbers,
+            HEIGHT=height, BINS=bins, PAIRS=padded, num_warps=16 if padded > 2048 else 8,
+        )  # fmt: skip
+    else:
+        ranks, first = empty(num_pairs), empty(bins)
+        counts = torch.zeros(bins, dtype=torch.int32, device=slot_ids.device)
+        grid = (triton.cdiv(num_pairs, _CHUNK),)
+        which = num_pairs, num_slots
+        _rank_kernel[grid](slot_ids, ranks, counts, *which, CHUNK=_CHUNK)
+        _cut_kernel[(1,)](
+            counts, first, tiles, num_slots, count, HEIGHT=height, BINS=bins, num_warps=8
         )
+        _place_kernel[grid](slot_ids, ranks, first, order, *which, CHUNK=_CHUNK)
     return order, tiles

@@ -22,8 +22,8 @@ COLUMNS: Final = 128  # of a tile: four scales
 GROUP: Final = 32  # columns of one scale
 
 # Where the sign and the three lower bits of each of a word's four codes go.
-_SIGNS: Final = (15, 12, 9, 14)
-_LOWER: Final = ((8, 7, 6), (5, 4, 3), (2, 1, 0), (13, 11, 10))
+_SIGNS: Final = (15, 14, 9, 12)
+_LOWER: Final = ((8, 7, 6), (13, 11, 10), (2, 1, 0), (5, 4, 3))
 
 # A scale byte b (2^(b - 127)) is kept as b + 126: the exponent field of the bf16 2^(b - 127 + 126).
 _BIAS: Final = 126

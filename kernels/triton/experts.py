@@ -3,9 +3,13 @@
 Two kernels over the same tiles of pairs: rows through gate and up to the activation, and the
 activation through down. Each tile of outputs runs alone along all columns in one order, 32 columns
 to a matrix product, so a pair's bits depend neither on the other pairs nor on the tile's height.
+On Hopper many pairs go through `experts_hopper`, to the same bits.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
+import importlib
+from functools import cache
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -15,12 +19,13 @@ from torch import Tensor
 
 from phalanx.kernels.triton.configs import Config, config
 from phalanx.kernels.triton.expert_dot import (
+    PLAIN,
     as_bf16,
-    left_operand,
     product,
     q8_roundtrip,
     swiglu,
     to_bf16,
+    unpack,
 )
 from phalanx.kernels.triton.expert_groups import group_pairs
 from phalanx.kernels.triton.expert_pool import ExpertPool
@@ -28,29 +33,26 @@ from phalanx.kernels.triton.expert_pool import ExpertPool
 __all__ = ["DEFAULTS", "ExpertPool", "key_for", "run_experts"]
 
 
-_NAMES: Final = "n", "pieces", "warps", "stages"  # outputs of a program, products a K step
+_NAMES: Final = "n", "warps", "stages"  # outputs of a program
 
-_Kernel = tuple[int, int, int, int]
+_Kernel = tuple[int, int, int]
 
 
-def _settings(m: int, more: int, up: _Kernel, down: _Kernel) -> Config:
+def _settings(m: int, up: _Kernel, down: _Kernel, hopper: int = 0) -> Config:
     return {
-        "m": m,  # pairs of a tile: one product of m, and one of `more` beside it
-        "more": more,
+        "hopper": hopper,  # whether by `experts_hopper`, where it runs; else the rest counts
+        "m": m,  # pairs of a tile
         **{f"up_{name}": value for name, value in zip(_NAMES, up, strict=True)},
         **{f"down_{name}": value for name, value in zip(_NAMES, down, strict=True)},
     }
 
 
 # For up to so many pairs a slot on average: few pairs are bound by the weights' bytes, many by the
-# products, and then padding counts. None of it changes a bit of a pair.
+# products. None of it changes a bit of a pair.
 DEFAULTS: Final = {
-    8: _settings(16, 0, (64, 4, 4, 4), (128, 4, 4, 4)),
-    20: _settings(32, 0, (64, 4, 4, 4), (128, 4, 4, 4)),
-    44: _settings(64, 0, (128, 1, 8, 3), (256, 1, 8, 3)),
-    68: _settings(64, 16, (128, 1, 8, 3), (256, 1, 8, 3)),
-    90: _settings(64, 32, (128, 1, 8, 3), (256, 1, 8, 3)),
-    1 << 30: _settings(128, 0, (128, 1, 8, 3), (256, 1, 8, 3)),
+    8: _settings(16, (64, 4, 4), (128, 4, 4)),
+    20: _settings(32, (64, 4, 4), (128, 4, 4)),
+    1 << 30: _settings(128, (64, 4, 3), (128, 4, 3), 1),
 }
 
 
@@ -94,8 +96,6 @@ def _up_kernel(
     INDEXED: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
-    MORE: tl.constexpr,
-    PIECES: tl.constexpr,
 ):
     ROW_TILES: tl.constexpr = (INTER + 63) // 64
     K_TILES: tl.constexpr = (HIDDEN + 127) // 128
@@ -110,66 +110,41 @@ def _up_kernel(
 
     n = tl.arange(0, N)
     c = tl.arange(0, 32)
-    WIDTH: tl.constexpr = 128 // PIECES
-    x_c = tl.arange(0, WIDTH)
     matrix = slot * (2 * ROW_TILES * K_TILES)
     # A block that is wider than what is left reads the last tile again and stores nothing of it.
     row_tile = tl.minimum(block * (N // 64) + n // 64, ROW_TILES - 1) * K_TILES
     words = weights_ptr + matrix * 2048 + (row_tile * 2048 + n % 64 * 32)[:, None] + c[None, :]
     scales = scales_ptr + matrix * 64 + row_tile * 64 + n % 64
 
-    m0 = tl.arange(0, M)
-    mask0 = m0 < count
-    pair0 = tl.load(order_ptr + first + m0, mask=mask0, other=0)
-    row0 = tl.load(row_index_ptr + pair0, mask=mask0, other=0) if INDEXED else pair0
-    x0 = x_ptr + (row0.to(tl.int64) * stride)[:, None] + x_c[None, :]
-    gate0 = tl.zeros((N, M), tl.float32)
-    up0 = tl.zeros((N, M), tl.float32)
-    if MORE > 0:
-        m1 = M + tl.arange(0, MORE)
-        mask1 = m1 < count
-        pair1 = tl.load(order_ptr + first + m1, mask=mask1, other=0)
-        row1 = tl.load(row_index_ptr + pair1, mask=mask1, other=0) if INDEXED else pair1
-        x1 = x_ptr + (row1.to(tl.int64) * stride)[:, None] + x_c[None, :]
-        gate1 = tl.zeros((N, MORE), tl.float32)
-        up1 = tl.zeros((N, MORE), tl.float32)
-
+    m = tl.arange(0, M)
+    mask = m < count
+    pair = tl.load(order_ptr + first + m, mask=mask, other=0)
+    row = tl.load(row_index_ptr + pair, mask=mask, other=0) if INDEXED else pair
+    x = x_ptr + (row.to(tl.int64) * stride)[:, None] + c[None, :]
+    gate = tl.zeros((N, M), tl.float32)
+    up = tl.zeros((N, M), tl.float32)
     for k in range(K_TILES):
         gate_words = tl.load(words)
         up_words = tl.load(words + ROW_TILES * K_TILES * 2048)
         gate_scales = tl.load(scales)
         up_scales = tl.load(scales + ROW_TILES * K_TILES * 64)
-        for piece in tl.static_range(PIECES):
-            column = k * 128 + WIDTH * piece + x_c
-            gate = left_operand(gate_words, gate_scales, piece, PIECES, N)
-            up = left_operand(up_words, up_scales, piece, PIECES, N)
-            right0 = _read_rows(x0 + WIDTH * piece, column, mask0, HIDDEN, EVEN)
-            gate0 = product(gate, right0, gate0)
-            up0 = product(up, right0, up0)
-            if MORE > 0:
-                right1 = _read_rows(x1 + WIDTH * piece, column, mask1, HIDDEN, EVEN)
-                gate1 = product(gate, right1, gate1)
-                up1 = product(up, right1, up1)
+        for piece in tl.static_range(4):
+            column = k * 128 + 32 * piece + c
+            right = _read_rows(x + 32 * piece, column, mask, HIDDEN, EVEN)
+            gate = product(unpack(gate_words, gate_scales, piece), right, gate)
+            up = product(unpack(up_words, up_scales, piece), right, up)
         words += 2048
         scales += 64
-        x0 += 128
-        if MORE > 0:
-            x1 += 128
+        x += 128
 
-    gate_raised = tl.load(raised_ptr + slot * 3)
-    up_raised = tl.load(raised_ptr + slot * 3 + 1)
-    output = block * N + n
-    weight0 = tl.load(pair_weights_ptr + pair0, mask=mask0, other=0.0)
-    a = swiglu(to_bf16(gate0 * gate_raised), to_bf16(up0 * up_raised), limit, weight0)
+    gate *= tl.load(raised_ptr + slot * 3)
+    up *= tl.load(raised_ptr + slot * 3 + 1)
+    weight = tl.load(pair_weights_ptr + pair, mask=mask, other=0.0)
+    a = swiglu(to_bf16(gate), to_bf16(up), limit, weight[None, :])
     a = q8_roundtrip(a, N, M).to(tl.bfloat16)
-    target = out_ptr + ((first + m0).to(tl.int64) * INTER)[None, :] + output[:, None]
-    tl.store(target, a, mask=mask0[None, :] & (output < INTER)[:, None])
-    if MORE > 0:
-        weight1 = tl.load(pair_weights_ptr + pair1, mask=mask1, other=0.0)
-        a1 = swiglu(to_bf16(gate1 * gate_raised), to_bf16(up1 * up_raised), limit, weight1)
-        a1 = q8_roundtrip(a1, N, MORE).to(tl.bfloat16)
-        target1 = out_ptr + ((first + m1).to(tl.int64) * INTER)[None, :] + output[:, None]
-        tl.store(target1, a1, mask=mask1[None, :] & (output < INTER)[:, None])
+    output = block * N + n
+    target = out_ptr + ((first + m).to(tl.int64) * INTER)[None, :] + output[:, None]
+    tl.store(target, a, mask=mask[None, :] & (output < INTER)[:, None])
 
 
 @triton.jit
@@ -185,8 +160,6 @@ def _down_kernel(
     INTER: tl.constexpr,
     N: tl.constexpr,
     M: tl.constexpr,
-    MORE: tl.constexpr,
-    PIECES: tl.constexpr,
 ):
     ROW_TILES: tl.constexpr = (HIDDEN + 63) // 64
     K_TILES: tl.constexpr = (INTER + 127) // 128
@@ -201,56 +174,33 @@ def _down_kernel(
 
     n = tl.arange(0, N)
     c = tl.arange(0, 32)
-    WIDTH: tl.constexpr = 128 // PIECES
-    x_c = tl.arange(0, WIDTH)
     output = block * N + n
-    m0 = tl.arange(0, M)
-    mask0 = m0 < count
-    pair0 = tl.load(order_ptr + first + m0, mask=mask0, other=0).to(tl.int64)
-    target0 = out_ptr + (pair0 * HIDDEN)[None, :] + output[:, None]
-    stored0 = mask0[None, :] & (output < HIDDEN)[:, None]
-    if MORE > 0:
-        m1 = M + tl.arange(0, MORE)
-        mask1 = m1 < count
-        pair1 = tl.load(order_ptr + first + m1, mask=mask1, other=0).to(tl.int64)
-        target1 = out_ptr + (pair1 * HIDDEN)[None, :] + output[:, None]
-        stored1 = mask1[None, :] & (output < HIDDEN)[:, None]
+    m = tl.arange(0, M)
+    mask = m < count
+    pair = tl.load(order_ptr + first + m, mask=mask, other=0).to(tl.int64)
+    target = out_ptr + (pair * HIDDEN)[None, :] + output[:, None]
+    stored = mask[None, :] & (output < HIDDEN)[:, None]
     if slot < 0:
-        tl.store(target0, tl.zeros((N, M), tl.bfloat16), mask=stored0)
-        if MORE > 0:
-            tl.store(target1, tl.zeros((N, MORE), tl.bfloat16), mask=stored1)
+        tl.store(target, tl.zeros((N, M), tl.bfloat16), mask=stored)
         return
 
     matrix = slot * (ROW_TILES * K_TILES)
     row_tile = tl.minimum(block * (N // 64) + n // 64, ROW_TILES - 1) * K_TILES
     words = weights_ptr + matrix * 2048 + (row_tile * 2048 + n % 64 * 32)[:, None] + c[None, :]
     scales = scales_ptr + matrix * 64 + row_tile * 64 + n % 64
-    a0 = a_ptr + ((first + m0).to(tl.int64) * INTER)[:, None] + x_c[None, :]
-    acc0 = tl.zeros((N, M), tl.float32)
-    if MORE > 0:
-        a1 = a_ptr + ((first + m1).to(tl.int64) * INTER)[:, None] + x_c[None, :]
-        acc1 = tl.zeros((N, MORE), tl.float32)
+    a = a_ptr + ((first + m).to(tl.int64) * INTER)[:, None] + c[None, :]
+    acc = tl.zeros((N, M), tl.float32)
     for k in range(K_TILES):
         packed = tl.load(words)
         packed_scales = tl.load(scales)
-        for piece in tl.static_range(PIECES):
-            column = k * 128 + WIDTH * piece + x_c
-            left = left_operand(packed, packed_scales, piece, PIECES, N)
-            acc0 = product(left, _read_rows(a0 + WIDTH * piece, column, mask0, INTER, EVEN), acc0)
-            if MORE > 0:
-                acc1 = product(
-                    left, _read_rows(a1 + WIDTH * piece, column, mask1, INTER, EVEN), acc1
-                )
+        for piece in tl.static_range(4):
+            column = k * 128 + 32 * piece + c
+            right = _read_rows(a + 32 * piece, column, mask, INTER, EVEN)
+            acc = product(unpack(packed, packed_scales, piece), right, acc)
         words += 2048
         scales += 64
-        a0 += 128
-        if MORE > 0:
-            a1 += 128
-
-    raised = tl.load(raised_ptr + slot * 3 + 2)
-    tl.store(target0, as_bf16(acc0 * raised), mask=stored0)
-    if MORE > 0:
-        tl.store(target1, as_bf16(acc1 * raised), mask=stored1)
+        a += 128
+    tl.store(target, as_bf16(acc * tl.load(raised_ptr + slot * 3 + 2)), mask=stored)
 
 
 def run_experts(
@@ -297,16 +247,29 @@ def run_experts(
     assert slot_ids.is_contiguous() and pair_weights.is_contiguous()
     assert pair_weights.dtype == torch.float32 and pair_weights.shape == (num_pairs,)
     chosen = settings or config("experts", *key_for(num_pairs, pool.num_slots, hidden, inter))
-    m, more = chosen["m"], chosen["more"]
-    order, tiles = group_pairs(slot_ids, pool.num_slots, m + more)
     a = torch.empty((num_pairs, inter), dtype=torch.bfloat16, device=x_rows.device)
-    shape: dict[str, int] = {"HIDDEN": hidden, "INTER": inter, "M": m, "MORE": more}
+    hopper = _hopper(x_rows.device) if chosen["hopper"] and _suits_hopper(pool) else None
+    if hopper is not None:
+        _run_on_hopper(
+            hopper,
+            pool,
+            slot_ids,
+            x_rows,
+            pair_weights,
+            limit,
+            row_index,
+            a,
+            out,
+            compile_only,
+        )
+        return out
+    order, tiles = group_pairs(slot_ids, pool.num_slots, chosen["m"])
+    shape: dict[str, int] = {"HIDDEN": hidden, "INTER": inter, "M": chosen["m"]}
 
     def launch(kernel: Any, part: str, outputs: int, *args: Any, **constants: bool) -> None:
-        n, pieces, warps, stages = (chosen[f"{part}_{name}"] for name in _NAMES)
+        n, warps, stages = (chosen[f"{part}_{name}"] for name in _NAMES)
         grid = triton.cdiv(outputs, n), tiles.shape[0]
-        options = shape | constants | {"N": n, "PIECES": pieces}
-        options |= {"num_warps": warps, "num_stages": stages}
+        options = shape | constants | {"N": n, "num_warps": warps, "num_stages": stages}
         if compile_only:
             kernel.warmup(*args, grid=grid, **options)
         else:
@@ -342,3 +305,76 @@ def run_experts(
         out,
     )
     return out
+
+
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The kernels for Hopper's tensor cores, if this is one and Triton has what they are written in."""
+    if PLAIN or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        return importlib.import_module("phalanx.kernels.triton.experts_hopper")
+    except ImportError:  # an experimental part of Triton
+        return None
+
+
+def _suits_hopper(pool: ExpertPool) -> bool:
+    return pool.hidden % 256 == 0 and pool.inter % 128 == 0
+
+
+def _run_on_hopper(
+    kernels: ModuleType,
+    pool: ExpertPool,
+    slot_ids: Tensor,
+    x_rows: Tensor,
+    pair_weights: Tensor,
+    limit: float,
+    row_index: Tensor | None,
+    a: Tensor,
+    out: Tensor,
+    compile_only: bool,
+) -> None:
+    x_rows = x_rows.bfloat16()
+    if x_rows.stride(0) % 16 or x_rows.data_ptr() % 16:
+        x_rows = x_rows.contiguous()
+    hidden, inter = pool.hidden, pool.inter
+    order, tiles = group_pairs(slot_ids, pool.num_slots, kernels.HEIGHT)
+    shape = {"HIDDEN": hidden, "INTER": inter}
+    programs = torch.cuda.get_device_properties(x_rows.device).multi_processor_count
+
+    def launch(kernel: Any, blocks: int, *args: Any, **constants: bool) -> None:
+        items = blocks * tiles.shape[0]
+        grid = (min(programs, items),)
+        options = shape | constants | kernels.OPTIONS
+        if compile_only:
+            kernel.warmup(*args, items, grid=grid, **options)
+        else:
+            kernel[grid](*args, items, **options)
+
+    launch(
+        kernels.up_kernel,
+        inter // 128,
+        x_rows,
+        order if row_index is None else row_index.contiguous(),
+        pool.up,
+        pool.up_scales,
+        pool.raised,
+        pair_weights,
+        order,
+        tiles,
+        a,
+        limit,
+        x_rows.stride(0),
+        INDEXED=row_index is not None,
+    )
+    launch(
+        kernels.down_kernel,
+        hidden // 256,
+        a,
+        pool.down,
+        pool.down_scales,
+        pool.raised,
+        order,
+        tiles,
+        out,
+    )

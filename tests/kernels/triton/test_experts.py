@@ -13,6 +13,7 @@ from torch import Tensor
 from phalanx.kernels.reference.quant import dequant_fp4, q8_roundtrip, quant_fp4
 from phalanx.kernels.reference.rows import round_bf16
 from phalanx.kernels.reference.swiglu import swiglu
+from phalanx.kernels.triton import expert_groups
 from phalanx.kernels.triton.expert_dot import unpack
 from phalanx.kernels.triton.expert_groups import group_pairs, num_tiles
 from phalanx.kernels.triton.expert_pool import ExpertPool, pack
@@ -126,8 +127,11 @@ def test_every_code_at_every_scale_up_to_two_is_unpacked_exactly(device: torch.d
     assert torch.equal(out.cpu().view(192, 128).float(), dequant_fp4(codes, scale))
 
 
-@pytest.mark.parametrize("count", [1, 10, 140])
-def test_pairs_are_grouped_by_slot(count: int, device: torch.device) -> None:
+@pytest.mark.parametrize("count", [1, 10, 140, 1100])
+def test_pairs_are_grouped_by_slot(
+    count: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_groups, "_ONE", 1000)
     ids = [(3, -1, 3, 0, 3, 9, 3, 1, 3, 0)[i % 10] for i in range(count)]
     order, tiles = group_pairs(torch.tensor(ids, dtype=torch.int32, device=device), 4, 4)
     assert tiles.shape[0] == num_tiles(count, 4, 4)
@@ -161,8 +165,7 @@ def test_a_pair_alone_in_any_tile_and_through_an_index_has_the_same_bits(
     together = run(pool, slots, x, weights)
     alone = run(pool, slots[2:], x[2:], weights[2:], m=32)
     assert torch.equal(alone, together[2:])
-    otherwise = {"m": 16, "more": 16, "up_pieces": 1, "down_pieces": 2, "up_n": 128}
-    turned = run(pool, slots[::-1], x.flip(0), weights.flip(0), **otherwise)
+    turned = run(pool, slots[::-1], x.flip(0), weights.flip(0), m=16, up_n=128)
     assert torch.equal(turned.flip(0), together)
     gathered = run_experts(
         pool,
@@ -171,16 +174,16 @@ def test_a_pair_alone_in_any_tile_and_through_an_index_has_the_same_bits(
         weights.to(device),
         LIMIT,
         row_index=torch.tensor([1, 2, 0], dtype=torch.int32, device=device),
-        settings=small(3, up_pieces=2, down_pieces=1),
+        settings=small(3),
     )
     assert torch.equal(gathered.cpu(), together)
 
 
-def test_tiles_of_two_products_cover_a_full_slot(pool: ExpertPool) -> None:
+def test_a_slot_of_several_tiles(pool: ExpertPool) -> None:
     slots = [1] * 19
     x, weights = drawn_rows(19, HIDDEN), drawn_weights(19)
-    wide = run(pool, slots, x, weights, m=16, more=16)
-    assert torch.equal(wide, run(pool, slots, x, weights, m=32))
+    two = run(pool, slots, x, weights, m=16)
+    assert torch.equal(two, run(pool, slots, x, weights, m=32))
 
 
 @QUIET
@@ -276,6 +279,34 @@ def test_full_dimensions_follow_the_reference_with_the_same_bits_in_every_tile(
         pool, slots.flip(0), x, weights.flip(0).contiguous(), LIMIT, row_index=backwards
     )
     assert torch.equal(turned.flip(0), found)
+
+
+@GPU
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+    reason="needs Hopper",
+)
+def test_the_way_for_hopper_has_the_same_bits_at_every_height(full: Stored) -> None:
+    pool = full.pool(torch.device("cuda"))
+    counts = torch.tensor([99, 31, 65, 97, 96, 301, 64])
+    slots = torch.arange(7).repeat_interleave(counts) - 1
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(4))].cuda()
+    x, weights = drawn_rows(len(slots), 5120).cuda(), drawn_weights(len(slots)).cuda()
+    plain = DEFAULTS[8] | {"hopper": 0}
+    expected = run_experts(pool, slots, x, weights, LIMIT, settings=plain)
+    plain["hopper"] = 1
+    for _ in range(3):  # the order of pairs within a slot changes
+        found = run_experts(pool, slots, x, weights, LIMIT, settings=plain)
+        assert torch.equal(found, expected)
+    index = torch.arange(len(slots) - 1, -1, -1, device="cuda")
+    wide = torch.zeros((len(slots), 5123), device="cuda")  # float32, and rows that start anywhere
+    wide[:, 1:5121] = x.flip(0)
+    rows = wide[:, 1:5121]
+    found = run_experts(pool, slots, rows, weights, LIMIT, row_index=index, settings=plain)
+    assert torch.equal(found, expected)
+    nothing = torch.full_like(slots, 6)
+    assert not run_experts(pool, nothing, x, weights, LIMIT, settings=plain).any()
 
 
 @GPU
