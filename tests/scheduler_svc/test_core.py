@@ -326,3 +326,21 @@ def test_after_a_stop_nobody_waits_where_nobody_runs() -> None:
     story.event(Membership(4, True))
     story.submit(2, 100, attempt=1, max_tokens=5)
     assert [rows for _, rows in story.rows()] == [100]
+
+
+def test_a_prompt_is_not_started_anew_while_its_next_chunk_is_under_way() -> None:
+    """Loads of others begin meanwhile: its first chunk was abandoned, the next one has no result yet."""
+    story = Story(store=True, max_num_batched_tokens=40)
+    story.submit(9)
+    story.submit(0, prompt=100)
+    story.step()
+    first, story.plan = story.plan, None
+    assert first is not None and len(first.new) == 1  # its first chunk, beside a token of the other
+    story.core._flights_max = 2
+    story.core.handle(Membership(4, True), story.now_ns)
+    (second,) = story.core.step(story.now_ns).plans
+    story.submit(1)
+    story.event(StepResult(first.seq, aborted=True))
+    story.event(StepResult(second.seq, aborted=True))
+    story.run()
+    assert story.outputs(0) == story.expected(0, 20)
