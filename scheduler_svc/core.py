@@ -15,6 +15,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.limits import BLOCK_SIZE
@@ -61,7 +63,7 @@ from phalanx.scheduler_svc.plan import Flight, make_plan, retract
 from phalanx.scheduler_svc.prefill import Prefill, take_chunks, wants_prompt
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.restore import Restorer
-from phalanx.scheduler_svc.state import ENDING, Ended, Fence, Key, Load, Sequence, Table
+from phalanx.scheduler_svc.state import ENDING, Chunk, Ended, Fence, Key, Load, Sequence, Table
 from phalanx.scheduler_svc.stops import finished_already
 
 _NO_ROWS = TokenRows()
@@ -370,6 +372,8 @@ class Scheduler:
         plan, flight = make_plan(
             self._plan_seq, self.rank.seen, self.rank, decoders, prefill, self.restorer, turn
         )
+        if self.store is not None and len(decoders.rows):
+            plan = self._mark_decoded(plan, flight, self.store, now_ns)
         self.flights.append(flight)
         if self._resumes and len(decoders.rows):
             self._first_plan = plan.seq
@@ -403,6 +407,23 @@ class Scheduler:
             for chunk in prefill.chunks:
                 self.store.claim(chunk, now_ns)
         return prefill
+
+    def _mark_decoded(
+        self, plan: StepPlan, flight: Flight, store: Offload, now_ns: int
+    ) -> StepPlan:
+        """The plan with the states that are kept behind its decoded rows, where these end blocks."""
+        t, rows = self.rank.t, flight.decoders.rows
+        places = (t.planned.take(rows) % BLOCK_SIZE == 0).nonzero()[0]
+        for place in places.tolist():
+            row, count = rows.item(place), flight.asked.item(place)
+            start = t.planned.item(row) - count
+            chunk = Chunk(self.table.by_row[row], start, count, samples=True)
+            if store.mark_decoded(chunk, now_ns):
+                flight.kept.append(chunk)
+        if not flight.kept:
+            return plan
+        more = tuple([(chunk.sequence.slot, chunk.region) for chunk in flight.kept])
+        return msgspec.structs.replace(plan, snapshots=plan.snapshots + more)
 
     def _begin_loads(self, now_ns: int) -> None:
         """What is stored of those that wait is loaded while their rows have to wait."""
@@ -540,6 +561,13 @@ class Scheduler:
             if chunk.region >= 0:
                 whole = not aborted and chunk.sequence.finish is None
                 (self.store.captured if whole else self.store.unclaim)(chunk)
+        for chunk in flight.kept:
+            sequence = chunk.sequence
+            whole = not aborted and sequence.finish is None
+            if whole and self.rank.t.committed.item(sequence.row) == chunk.end:
+                self.store.captured(chunk)
+            else:  # a draft was rejected: the block is not full
+                self.store.unclaim(chunk)
 
     def _open_fences(self, seq: int) -> None:
         fences = self._fences

@@ -1,7 +1,8 @@
-"""Write-behind of prompts into the KV store: blocks, and the window state that goes with them.
+"""Write-behind of sequences into the KV store: blocks, and the window state that goes with them.
 
 States are large and their number is bounded, so they are kept at few places: where a prompt's last full block
-ends, where the prefix ends that it shares with a stored one, and every so many tokens.
+ends, where the prefix ends that it shares with a stored one, and every so many tokens, of outputs too: what
+moves to another rank is computed again from the last of them on.
 
 Pure, bounded in everything, and never in the way: what does not fit within the bounds is simply not
 stored. A block under copy has the store as an extra holder until the answer or a deadline. The deadline
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.protocol.arena import Handle
-from phalanx.protocol.kvkeys import block_keys, state_key
+from phalanx.protocol.kvkeys import block_key, block_keys, root_key, state_key
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import Put, PutDone
 from phalanx.protocol.steps import WorkerHello
@@ -24,6 +25,8 @@ PUTS_MAX = 256  # blocks under copy at once; a prompt with more than the rest is
 POOL_SHARE = 4  # and at most a quarter of the pool
 JOBS_MAX = 64  # prompts whose keys are still to be computed
 KEYS_PER_TURN = 16  # a key takes about 3 us, a turn must not delay a step
+KEYS_AT_ONCE = 4  # while a result is entered
+PROMPT_REGIONS = 1  # places for window states that outputs leave to prompts
 PUT_DEADLINE_MS = 5_000
 QUIET_MS = 5_000  # after a store that did not answer, nothing is stored for this long
 STORED_MAX = 65_536  # keys remembered, so that a common prefix is put once
@@ -31,12 +34,13 @@ STORED_MAX = 65_536  # keys remembered, so that a common prefix is put once
 
 @dataclass(slots=True)
 class _Job:
-    """One prompt whose blocks are held but not yet put."""
+    """One sequence whose blocks are held but not yet put."""
 
     tokens: bytes  # int32 ids up to the end of the last block
-    keys: list[bytes]  # of the blocks; empty: still to be computed
+    keys: list[bytes]  # of the blocks
     blocks: list[int]
-    region: int  # of the snapshot arena, -1: none
+    region: int  # of the snapshot arena
+    end: bytes  # key of the block where the state is kept; empty: all keys are still to be computed
 
 
 @dataclass(slots=True)
@@ -58,8 +62,9 @@ class Offload:
         calls: Iterator[int],
         mark_every: int = 0,
     ) -> None:
-        """`mark_every`: tokens between two states within a long prompt, a multiple of a block; 0: none."""
+        """`mark_every`: tokens between two states within a long sequence, a multiple of a block; 0: none."""
         self._hello, self._pool, self._calls = hello, pool, calls
+        self._root = root_key(hello.fingerprint.encode(), b"")
         self._mark_every = mark_every
         self._block_generation, self._state_generation = generations
         self._regions = list(range(hello.num_snapshots - 1, -1, -1))
@@ -94,6 +99,18 @@ class Offload:
         if chunk.end == self.cut_at(chunk.sequence, chunk.start, now_ns):
             chunk.region = self._regions.pop()
 
+    def mark_decoded(self, chunk: Chunk, now_ns: int) -> bool:
+        """Whether the state behind these decoded rows, which end a block, is kept: then it has a region now.
+
+        Every so many tokens, and while a sequence is shorter than that, each time it has doubled.
+        """
+        every, end = self._mark_every // BLOCK_SIZE, chunk.end // BLOCK_SIZE
+        wanted = end % every == 0 or (end < every and end & (end - 1) == 0) if every else False
+        if not wanted or now_ns < self._quiet_until_ns or len(self._regions) <= PROMPT_REGIONS:
+            return False
+        chunk.region = self._regions.pop()
+        return True
+
     def unclaim(self, chunk: Chunk) -> None:
         """The step of this chunk was abandoned, or its sequence ended."""
         if chunk.region >= 0:
@@ -103,21 +120,30 @@ class Offload:
     def captured(self, chunk: Chunk) -> None:
         """The chunk is done, its region holds the state: store both, if that is within the bounds."""
         blocks = chunk.sequence.blocks[: chunk.end // BLOCK_SIZE]
+        tokens = chunk.sequence.tokens()[: 4 * chunk.end]
+        keys, end = self._known_keys(chunk.sequence, tokens), b""
+        if keys:
+            end, stored = keys[-1], self._stored
+            fresh = [at for at, key in enumerate(keys) if key not in stored]
+            keys, blocks = [keys[at] for at in fresh], [blocks[at] for at in fresh]
         limit = min(PUTS_MAX, self._pool.total // POOL_SHARE)
         if len(self._jobs) >= JOBS_MAX or self._held + len(blocks) > limit:
             self.unclaim(chunk)
             return
         self._pool.retain(blocks)
         self._held += len(blocks)
-        keys = chunk.sequence.keys[: len(blocks)]
-        self._jobs.append(
-            _Job(
-                chunk.sequence.tokens()[: 4 * chunk.end],
-                keys if len(keys) == len(blocks) else [],
-                blocks,
-                chunk.region,
-            )
-        )
+        self._jobs.append(_Job(tokens, keys, blocks, chunk.region, end))
+
+    def _known_keys(self, sequence: Sequence, tokens: bytes) -> list[bytes]:
+        """Of all blocks of `tokens`, its first ones, if few of them are still to be computed; else none."""
+        keys, count, ids = sequence.keys, len(tokens) // (4 * BLOCK_SIZE), memoryview(tokens)
+        if count - len(keys) > KEYS_AT_ONCE:
+            return []
+        for at in range(len(keys), count):
+            parent = keys[-1] if keys else self._root
+            block = ids[4 * BLOCK_SIZE * at : 4 * BLOCK_SIZE * (at + 1)]
+            keys.append(block_key(parent, block.cast("i")))
+        return keys[:count]
 
     def work(self, now_ns: int) -> list[Put]:
         """Compute some keys and give the puts to send: called while the worker is busy."""
@@ -125,20 +151,22 @@ class Offload:
         budget = KEYS_PER_TURN
         while self._jobs and budget > 0:
             job = self._jobs.popleft()
-            budget -= len(job.blocks)
+            budget -= len(job.blocks) + 1
             puts += self._puts(job, now_ns + PUT_DEADLINE_MS * 1_000_000)
         return puts
 
     def _puts(self, job: _Job, deadline_ns: int) -> list[Put]:
-        fingerprint = self._hello.fingerprint.encode()
-        keys = job.keys or block_keys(fingerprint, b"", memoryview(job.tokens).cast("i"))
+        fingerprint, keys, end = self._hello.fingerprint.encode(), job.keys, job.end
+        if not end:
+            keys = list(block_keys(fingerprint, b"", memoryview(job.tokens).cast("i")))
+            end = keys[-1]
         puts: list[Put] = []
         for key, block in zip(keys, job.blocks, strict=True):
             if key in self._stored:
                 self._let_go(block)
             else:
                 puts.append(self._put(_Pin(block, -1, key, deadline_ns)))
-        state = _Pin(-1, job.region, state_key(keys[-1]), deadline_ns)
+        state = _Pin(-1, job.region, state_key(end), deadline_ns)
         if state.key in self._stored:
             self._regions.append(job.region)
         else:

@@ -55,6 +55,7 @@ class Flight(msgspec.Struct, eq=False):
     drafted: bool  # some of its rows are drafts
     num_rows: int
     context: int  # sum over its rows of the tokens that each may read
+    kept: list[Chunk] = []  # decoded rows behind which a state is kept
 
 
 def make_plan(

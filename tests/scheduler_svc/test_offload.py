@@ -42,7 +42,7 @@ def test_a_prompt_is_put_with_the_state_at_its_last_full_block() -> None:
 
 @pytest.mark.parametrize("length", [127, 128, 129, 256])
 def test_borders(length: int) -> None:
-    story = Story(store=True)
+    story = Story(store=True, checkpoint_tokens=0)
     story.submit(0, length)
     story.run()
     assert len(puts(story)) == (length // 128 + 1 if length >= 128 else 0)
@@ -169,6 +169,45 @@ def test_of_a_resumed_one_outputs_are_put_too() -> None:
     story.run()
     keys = block_keys(b"hash", b"", [*story.prompts[0][0], *[4] * 140])
     assert {put.key for put in puts(story)} == {*keys, state_key(keys[0]), state_key(keys[2])}
+
+
+def test_outputs_are_put_as_they_fill_blocks() -> None:
+    """A state each time the sequence has doubled, then every so many tokens; and each block once."""
+    story = Story(store=True, checkpoint_tokens=384)
+    story.submit(0, 100, max_tokens=600)
+    made: list[Put] = []
+    while story.plan is not None:
+        story.step()
+        made += puts(story)
+        answer(story)
+    assert story.outputs(0) == story.expected(0, 600)
+    keys = block_keys(b"hash", b"", [*story.prompts[0][0], *story.outputs(0)])
+    states = [n + 1 for n, key in enumerate(keys) if state_key(key) in {put.key for put in made}]
+    assert states == [1, 2, 3]
+    assert [put.key for put in made if put.kind == "block"] == keys[:3]
+    assert story.free == (19, 8)
+
+
+def test_a_state_behind_rejected_drafts_is_not_kept() -> None:
+    """The step was to end where a block does, and did not."""
+    story = Story(store=True)
+    story.submit(0, 100, max_tokens=60, predicted_token_ids=[7] * 60)
+    planned = 0
+    while story.plan is not None:
+        planned += len(story.plan.snapshots)
+        story.step()
+    assert planned > 0 and not puts(story)
+    story.submit(1, 300, max_tokens=2)  # its region is there
+    story.run()
+    assert len(puts(story)) == 3
+    assert story.outputs(0) == story.expected(0, 60)
+
+
+def test_no_state_is_kept_of_outputs_where_prompts_need_the_room() -> None:
+    story = Story(store=True, num_snapshots=offload.PROMPT_REGIONS)
+    story.submit(0, 100, max_tokens=60)
+    story.run()
+    assert not puts(story)
 
 
 def test_keys_are_computed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -491,7 +491,6 @@ PLANTED: list[tuple[Planter, int]] = [
 
 # The same, for what happens to prompts that come again.
 PLANTED_STORED: list[tuple[Planter, int]] = [
-    (region_without_a_generation, 100),
     (restored_into_wrong_blocks, 60),
     (state_not_restored, 20),
     (restored_too_far, 20),
@@ -515,6 +514,19 @@ def test_planted_bug_with_stored_prompts_is_found(
     plant: Planter, seeds: int, monkeypatch: Patch, record_property: Callable[[str, object], None]
 ) -> None:
     search(plant, seeds, Options.stored, monkeypatch, record_property)
+
+
+def test_a_region_without_a_generation_is_found(
+    monkeypatch: Patch, record_property: Callable[[str, object], None]
+) -> None:
+    search(region_without_a_generation, 40, one_state, monkeypatch, record_property)
+
+
+def one_state(rng: Random) -> Options:
+    """Many loads follow each other through the one place for a state in the staging arena."""
+    options = Options.stored(rng)
+    config = msgspec.structs.replace(options.config, checkpoint_tokens=0)
+    return msgspec.structs.replace(options, config=config, staged=(2, 1), requests=24)
 
 
 def search(

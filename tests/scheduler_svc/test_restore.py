@@ -154,6 +154,22 @@ def test_a_moved_sequence_takes_up_its_prompt() -> None:
     shop.assert_whole()
 
 
+def test_a_moved_sequence_goes_on_behind_its_last_stored_output() -> None:
+    shop = Shop()
+    story = shop.story
+    story.submit(0, PROMPT[:100], max_tokens=60)
+    shop.serve()
+    outputs = story.outputs(0)
+    story.submit(2, PROMPT[:100], outputs=outputs[:40], attempt=1, max_tokens=60, seed=0)
+    shop.contains()
+    shop.get()
+    assert [rows for _, rows in story.rows()] == [100 + 40 - 128]
+    shop.serve()
+    assert story.items(2)[0].offset == 40
+    assert outputs[:40] + [t for item in story.items(2) for t in item.token_ids] == outputs
+    shop.assert_whole()
+
+
 def test_a_moved_sequence_loads_during_the_step_that_it_waits() -> None:
     """The first one after a stop of the group, which is of those who ran there."""
     shop = Shop().warm()
