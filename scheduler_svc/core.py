@@ -375,7 +375,7 @@ class Scheduler:
         if self.store is not None and len(decoders.rows):
             plan = self._mark_decoded(plan, flight, self.store, now_ns)
         self.flights.append(flight)
-        if self._resumes and len(decoders.rows):
+        if self._resumes and len(decoders.rows) and self.config.policy == "mixed":
             self._first_plan = plan.seq
         self._resumes = False
         return plan

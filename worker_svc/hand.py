@@ -49,6 +49,7 @@ class Hand:
             self._patience_ns = PATIENCE_NS
         if isinstance(message, Offer):
             before, self._offer = self._offer, message
+            self._owed = False  # it tells whether a plan follows
             said = (before.wants_prompt, before.decodes)
             self._news |= said != (message.wants_prompt, message.decodes)
             if message.declined == self._turn:

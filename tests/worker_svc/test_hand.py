@@ -152,6 +152,17 @@ def test_the_step_after_an_epochs_first_waits_for_its_plan() -> None:
     assert hand.may_vote(4), "from then on plans are made ahead"
 
 
+def test_who_offers_nothing_owes_nothing() -> None:
+    hand = Hand()
+    hand.take(Offer(decodes=True), 0)
+    hand.take(plan(7), 0)
+    hand.abandon()
+    hand.begin_epoch(5)
+    assert not hand.may_vote(5)
+    hand.take(Offer(), 6)
+    assert hand.may_vote(6), "its sequences have ended meanwhile"
+
+
 def test_a_plan_that_never_comes_is_no_reason_for_a_step() -> None:
     """All its sequences have ended meanwhile."""
     hand = Hand()
