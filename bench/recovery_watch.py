@@ -80,14 +80,16 @@ def members_of(topology: Topology | None, epoch: int) -> int:
 def changes_in(marks: list[Mark], since_ns: int) -> list[Change]:
     """Each stop after `since_ns` with the first even word after it.
 
-    When a death during the change makes it begin again, it counts as one change.
+    When a death during the change makes it begin again, it counts as one change. One that the watch slept
+    through (it had no CPU) is of the moment when it woke.
     """
     found: list[Change] = []
     odd: Mark | None = None
     published_ns, before = 0, marks[0] if marks else None
     for mark in marks[1:]:
         assert before is not None
-        if odd is None and mark.epoch != before.epoch and mark.epoch % 2 and mark.at_ns > since_ns:
+        begun = mark.epoch % 2 or not before.epoch % 2
+        if odd is None and mark.epoch != before.epoch and begun and mark.at_ns > since_ns:
             odd, published_ns = mark, mark.at_ns
         elif odd is not None and mark.version != before.version:
             published_ns = mark.at_ns

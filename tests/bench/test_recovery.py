@@ -28,6 +28,12 @@ def test_a_death_during_the_change_makes_it_longer() -> None:
     assert changes_in(marks, 7) == [Change(10, 18, 20)]
 
 
+def test_a_change_that_was_slept_through_is_not_taken_for_the_next_one() -> None:
+    marks = [Mark(5, 2, 2), Mark(20, 4, 4), Mark(30, 5, 4), Mark(33, 5, 6), Mark(34, 6, 6)]
+    assert changes_in(marks, 7) == [Change(20, 20, 20), Change(30, 33, 34)]
+    assert changes_in(marks, 25) == [Change(30, 33, 34)]
+
+
 def test_a_group_is_whole_when_it_runs_not_when_it_is_told_of() -> None:
     seats = (Seat(0, 1, 1, "member"), Seat(1, 2, 1, "member"), Seat(2, 1, 1, "lost"))
     assert members_of(Topology(6, seats), 6) == 2
