@@ -207,12 +207,14 @@ _FEW_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_N": 128, "BLOCK_K": 128, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
     {"BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4},
     {"BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3},
 )
 _MANY_CANDIDATES: Final[tuple[Config, ...]] = (
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 3},
     {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4},
+    {"BLOCK_R": 128, "BLOCK_N": 128, "num_warps": 8, "num_stages": 5},
     {"BLOCK_R": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 3},
     {"BLOCK_R": 128, "BLOCK_N": 256, "num_warps": 8, "num_stages": 4},
     {"BLOCK_R": 64, "BLOCK_N": 128, "num_warps": 4, "num_stages": 4},
@@ -242,6 +244,8 @@ def _tune() -> dict[str, dict[str, Config]]:
         for num_rows in _FEW_SIZES:
             case = _Case(shape, num_rows)
             tried = [one | splits for one in _FEW_CANDIDATES]
+            if num_rows > 64:  # tiles may be half as high as they could be
+                tried += [one | {"BLOCK_R": 64} for one in tried]
             table["few_rows"][ops.settings_key(num_rows, key)] = _fastest(case, tried)
         if shape.name != "head":
             case = _Case(shape, _MANY_SIZE)
