@@ -27,9 +27,15 @@ _STEPS = (
 )
 # Tokens before the first row: kernels over a context know short, long and very long ones.
 _CONTEXTS = (0, 3_000, 40_000, 150_000)
-_SCORES_MAX = (
-    1 << 26
-)  # of rows times context: what their scores take is no reason to run out of memory
+# Draws of every kind: greedy, with and without a nucleus, and from logits that were edited before.
+_SAMPLING = (
+    RowParams(temperature=0.0),
+    RowParams(temperature=0.8),
+    RowParams(temperature=0.8, top_p=0.9),
+    RowParams(temperature=0.8, frequency_penalty=0.5, output_ids=(1,)),
+)
+# Of rows times context: what their scores take is no reason to run out of memory.
+_SCORES_MAX = 1 << 26
 
 
 class _OwnExperts:
@@ -72,8 +78,7 @@ def warm_up(
         for done, batch in enumerate(batches):
             on_step(done / len(batches))
             logits = model.forward(batch).logits
-            for temperature, top_p in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9)):
-                row = RowParams(temperature=temperature, top_p=top_p)
+            for row in _SAMPLING:
                 rows = SamplingRows.of([row] * logits.shape[0])
                 sample(logits, moved(rows, logits.device))
         torch.cuda.synchronize()

@@ -209,7 +209,8 @@ def _attend(
         "WINDOW": rows.window,
         "BLOCK": rows.block,
         "TOPK": rows.topk,
-        "ENTRIES": rows.compressed.shape[1],
+        # Of a stand-in it would be the number of rows, and each number a kernel of its own.
+        "ENTRIES": rows.compressed.shape[1] if rows.topk else 1,
         "SEQS": rows.seqs is not None,
         "WIDE": queries.dtype == torch.float32,
         "ROPE": 0 if cos is None else cos.shape[1],

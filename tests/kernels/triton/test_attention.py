@@ -14,6 +14,7 @@ from phalanx.kernels.reference.quant import (
     encode_window,
 )
 from phalanx.kernels.reference.rope import RopeTable, frequencies, rope_table, rotate
+from phalanx.kernels.triton import attention
 from phalanx.kernels.triton.attention import block_attention, sparse_attention
 
 
@@ -288,6 +289,20 @@ def test_a_broken_row_breaks_no_other(device: torch.device, dim: int) -> None:
 
 def test_no_rows(device: torch.device, dim: int) -> None:
     assert rows(device, STEP, dim=dim).take([]).attend().shape == (0, 4, dim)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_kernel_serves_any_number_of_rows(
+    device: torch.device, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each number would be compiled while streams wait."""
+    constants: list[dict[str, int]] = []
+    monkeypatch.setattr(attention, "_attend_anywhere", lambda *args: constants.append(args[-1]))
+    for count in (3, 8):
+        step = rows(device, [(20, count)])
+        window_alone: dict[str, object] = {"compressed": None, "chosen": None, "block_rows": None}
+        step.call(**window_alone) if alone else step.attend()
+    assert constants[0] == constants[1]
 
 
 def test_vectors_of_odd_sizes_are_refused(device: torch.device) -> None:
