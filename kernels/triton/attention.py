@@ -116,11 +116,12 @@ def sparse_attention(
     Nothing of a slot without a position is read. Records lie at even addresses; on Hopper, those of 512
     dimensions at multiples of 16 have a kernel of their own, which is many times as fast.
 
-    Against the reference: weights are rounded to bf16 relative to the largest score so far rather than
-    the largest of all, so differently, by at most 2^-8 of themselves; and their sum is that of the
-    rounded ones, so that what is rounded away of a weight that outweighs the others is not missing.
-    An element differs by at most 2^-8 times (the weighted mean of its vectors' magnitudes, plus one
+    Against the reference: on Hopper, weights are rounded to bf16 relative to the largest score so far
+    rather than the largest of all, so differently, by at most 2^-8 of themselves; and their sum is that
+    of the rounded ones, so that what is rounded away of a weight that outweighs the others is not
+    missing. An element differs by at most 2^-8 times (the weighted mean of its vectors' magnitudes, plus one
     and a half times its own); all of them together are as close to the exact result.
+    Elsewhere weights are rounded as the reference rounds them, and nearly all elements are equal.
 
     A row's bits depend on itself, on H, d, window, top-k, and the alignment of records alone.
     """

@@ -1,6 +1,7 @@
-"""Attention over cache records in plain Triton, for GPUs that have no kernel of their own.
+"""Attention over cache records in plain Triton, for vectors and GPUs that have no kernel of their own.
 
-A record is decoded once, into its even and its odd dimensions apart: so two e2m1 codes lie in a byte,
+A row's slots are gone through twice: for the largest of its scores, relative to which weights are
+rounded as in the reference, and for the sums. A record is decoded into its even and its odd dimensions apart: so two e2m1 codes lie in a byte,
 two e4m3 codes in 16 bits, and the two halves of a rotary pair in two tensors.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -252,17 +253,19 @@ def _queries(queries, place, mask, DIM: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _scores(ours, values, there, scale):
+    """Scores of a tile of slots, float32 [heads, slots]."""
+    scores = tl.dot(_operand(ours), tl.trans(_operand(values))) * scale
+    return tl.where(there[None, :], scores, float("-inf"))
+
+
+@triton.jit
 def _add_tile(ours, values, there, scale, boost, top, total, sums):
-    """The running softmax with one tile of slots more; `boost` is what the values lack."""
-    scores = tl.dot(_operand(ours), tl.trans(_operand(values))) * (scale * boost)
-    scores = tl.where(there[None, :], scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, axis=1))
-    weight = _exp2(scores - higher[:, None])
-    factor = _exp2(top - higher)
-    weight = _rounded(weight * boost)
-    total = total * factor + tl.sum(_widened(weight), axis=1) / boost
-    sums = tl.dot(_operand(weight), _operand(values), sums * factor[:, None])
-    return higher, total, sums
+    """The softmax with one tile of slots more; `boost`, a power of two, is what the values lack."""
+    weight = _exp2(_scores(ours, values, there, scale * boost) - top[:, None])
+    total += tl.sum(weight, axis=1)
+    sums = tl.dot(_operand(_rounded(weight * boost)), _operand(values), sums)
+    return total, sums
 
 
 @triton.jit
@@ -310,7 +313,22 @@ def attention_kernel(
     position = tl.load(positions + row).to(tl.int32)
     inside = tl.load(within + row).to(tl.int32)
     first = tl.load(window_from + row).to(tl.int32)
+    seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
     top = tl.full((HEAD_TILE,), _NOWHERE, tl.float32)
+    for tile in range(0, WINDOW + BLOCK, TILE):
+        record, there = _window_places(
+            tile + tl.arange(0, TILE), row, slot, position, inside, first, records, ring,
+            ring_slot_stride, ring_entry_stride, DIM, RING, WINDOW, BLOCK,
+        )  # fmt: skip
+        scores = _scores(ours, _window_values(record, there, DIM), there, scale)
+        top = tl.maximum(top, tl.max(scores, axis=1))
+    for tile in range(0, TOPK, TILE):
+        record, there = _entry_places(
+            tile + tl.arange(0, TILE), chosen + row * chosen_stride,
+            block_table + seq * table_stride, compressed, block_stride, DIM, TOPK, ENTRIES,
+        )  # fmt: skip
+        scores = _scores(ours, _entry_values(record, there, DIM), there, scale * ENTRY_BOOST)
+        top = tl.maximum(top, tl.max(scores, axis=1))
     total = tl.zeros((HEAD_TILE,), tl.float32)
     sums = tl.zeros((HEAD_TILE, DIM), tl.float32)
     for tile in range(0, WINDOW + BLOCK, TILE):
@@ -319,15 +337,14 @@ def attention_kernel(
             ring_slot_stride, ring_entry_stride, DIM, RING, WINDOW, BLOCK,
         )  # fmt: skip
         values = _window_values(record, there, DIM)
-        top, total, sums = _add_tile(ours, values, there, scale, 1.0, top, total, sums)
-    seq = tl.load(seqs + row).to(tl.int64) if SEQS else row
+        total, sums = _add_tile(ours, values, there, scale, 1.0, top, total, sums)
     for tile in range(0, TOPK, TILE):
         record, there = _entry_places(
             tile + tl.arange(0, TILE), chosen + row * chosen_stride,
             block_table + seq * table_stride, compressed, block_stride, DIM, TOPK, ENTRIES,
         )  # fmt: skip
         values = _entry_values(record, there, DIM)
-        top, total, sums = _add_tile(ours, values, there, scale, ENTRY_BOOST, top, total, sums)
+        total, sums = _add_tile(ours, values, there, scale, ENTRY_BOOST, top, total, sums)
     # The sink is one logit more, without a value; it may be the largest.
     logit = tl.load(sink + head, mask=mask, other=0.0) * LOG2_E
     higher = tl.maximum(top, logit)
