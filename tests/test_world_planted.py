@@ -176,7 +176,7 @@ def an_abandoned_step_commits(patch: Patch) -> None:
 # ---------------------------------------------------------------- scheduler
 
 
-@planted(seeds=20)
+@planted(seeds=60)
 def no_fence(patch: Patch) -> None:
     """Blocks of an ended sequence come back while its step is in flight."""
 
