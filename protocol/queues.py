@@ -212,10 +212,8 @@ def count_held(node: str, seats: Collection[int]) -> int:
             with Arena.attach(name) as arena:
                 rows = int(np.frombuffer(arena.data, HEADER, 1)[0]["rows"])
                 if arena.nbytes == queue_bytes(rows):
-                    state = bytes(
-                        arena.data[_HEADER_BYTES : _HEADER_BYTES + rows]
-                    )  # the first column
-                    found += rows - state.count(0)
+                    states = bytes(arena.data[_HEADER_BYTES : _HEADER_BYTES + rows])  # first column
+                    found += rows - states.count(0)
         except ArenaError:
             continue  # its owner ended between the listing and now
     return found
