@@ -98,6 +98,7 @@ class Accepted(Message, frozen=True):
     seed: int
     prompt_tokens: int
     n: int
+    prompt_logprobs: bool = False  # those of the prompt come, and all of them before any token
 
 
 class Error(Message, frozen=True):

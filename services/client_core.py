@@ -309,7 +309,7 @@ class ClientCore:
             begun = [*flow.begun, *([Begun()] * message.n)][: message.n]
             flow.sequences = [one.received(index) for index, one in enumerate(begun)]
         flow.accepted, flow.seed, flow.n = True, message.seed, message.n
-        flow.prompt_tokens = message.prompt_tokens
+        flow.prompt_tokens, flow.scored = message.prompt_tokens, message.prompt_logprobs
         if flow.request_id != message.request_id:
             self._by_request.pop(flow.request_id, None)
             flow.request_id = message.request_id

@@ -153,6 +153,7 @@ class Flow:
     prompt_logprobs: list[PromptLogprob | None] = field(default_factory=list)
     seed: int = 0
     prompt_tokens: int = 0
+    scored: bool = False  # log-probabilities of the prompt come, before any token
     accepted: bool = False
     aborting: bool = False
     sequences: list[Received] = field(default_factory=list)
@@ -180,10 +181,8 @@ class Flow:
 
     @property
     def lacks_prompt(self) -> bool:
-        """Log-probabilities of the prompt are missing, so far as it is known that they were asked for."""
-        asked = self.generate is not None and self.generate.sampling.prompt_logprobs is not None
-        have = len(self.prompt_logprobs)
-        return (asked or have > 0) and have < self.prompt_tokens
+        """Log-probabilities of the prompt were asked for, by whomever, and are not all here."""
+        return self.scored and len(self.prompt_logprobs) < self.prompt_tokens
 
     def results(self) -> list[Result]:
         """The sequences that have ended."""

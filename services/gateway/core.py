@@ -268,7 +268,8 @@ class Core:
         seed = request.entry.sampling.seed
         assert seed is not None
         entry = request.entry
-        accepted = Accepted(call, entry.request_id, seed, entry.prompt_tokens, entry.n)
+        scored = entry.sampling.prompt_logprobs is not None
+        accepted = Accepted(call, entry.request_id, seed, entry.prompt_tokens, entry.n, scored)
         self._delivery.reply(client, accepted)
         request.attach(client, offsets, digests, prompt_offset)
         self._revive(request)

@@ -203,13 +203,11 @@ class Stream:
         return wanted and new and len(item.logprobs) != len(item.token_ids)
 
     def implied_end(self, eos_token_id: int) -> End | None:
-        """The end that the tokens themselves tell, if the scheduler's word on it is lost.
-
-        Only where every reading of `min_tokens` agrees; otherwise a scheduler is asked.
-        """
+        """The end that the tokens themselves tell, if the scheduler's word on it is lost: by its rule
+        (`scheduler_svc/stops.py`)."""
         s, count = self.sampling, len(self.tokens)
         assert s.max_tokens is not None
-        if count > s.min_tokens:
+        if count >= s.min_tokens:
             last = self.tokens[-1]
             if (last == eos_token_id and not s.ignore_eos) or last in s.stop_token_ids:
                 return End("stop")
@@ -283,7 +281,9 @@ class Stream:
             self.finish(End("stop"), len(self.shown))
         elif flush and self.end is not None:
             tail = self.scanner.finish(item.tail)
-            end = End("stop") if tail.stop is not None else self.end
+            # One that was ended early says so: its last token still owed text, and more would have come.
+            by_itself = self.end.code is None
+            end = End("stop") if tail.stop is not None and by_itself else self.end
             self.finish(end, len(self.shown), tail.text)
 
     def finish(self, end: End, offset: int, text: str = "") -> None:

@@ -117,7 +117,7 @@ def test_a_prompt_is_taken_in_order_and_missed() -> None:
     line = Line()
     flow = line.core.generate(Spec([1, 2, 3], Sampling(prompt_logprobs=0)), line.now, None)
     (generate,) = line.sent()
-    line.hears(Accepted(generate.call, "r", 42, 3, 1))
+    line.hears(Accepted(generate.call, "r", 42, 3, 1, prompt_logprobs=True))
     marks = (None, PromptLogprob(-1.0, 2), PromptLogprob(-2.0, 7))
     line.hears(PromptLogprobs("r", 0, 0, marks[:2]))
     line.hears(PromptLogprobs("r", 0, 0, marks[:2]))  # twice
@@ -129,6 +129,22 @@ def test_a_prompt_is_taken_in_order_and_missed() -> None:
     line.hears(final(1))
     (result,) = flow.results()
     assert (result.prompt_logprobs, result.token_ids) == (marks, (5,))
+
+
+def test_who_only_reads_misses_a_lost_prompt_too() -> None:
+    line = Line()
+    flow = line.core.attach("r", (), line.now, None)
+    (attach,) = line.sent()
+    line.hears(Accepted(attach.call, "r", 42, 2, 1, prompt_logprobs=True))
+    line.now += 100 * MS
+    line.hears(delta(0, 5))  # what was to come before is lost
+    (attach,) = line.sent()
+    assert isinstance(attach, Attach) and attach.prompt_offset == 0
+    line.hears(PromptLogprobs("r", 0, 0, (None, PromptLogprob(-1.0, 2))))
+    line.hears(delta(0, 5))
+    line.hears(final(1))
+    (result,) = flow.results()
+    assert (result.prompt_logprobs, result.token_ids) == ((None, PromptLogprob(-1.0, 2)), (5,))
 
 
 def test_an_unanswered_request_is_sent_again_as_it_was() -> None:
