@@ -80,15 +80,12 @@ class Placement:
 
     def hello(self, peer: bytes, number: int, incarnation: int, now_ns: int) -> None:
         seat = self.seats.get(number)
-        if incarnation < seat.incarnation or (incarnation == seat.incarnation and seat.peer):
+        known = incarnation == seat.incarnation and seat.peer
+        # A late word of a dead scheduler brings it back to no seat: nobody would ever answer there.
+        if known or incarnation < seat.incarnation or seat.vacant:
             return
         self._replace_scheduler(seat, peer, incarnation)
         self._list(seat, now_ns)
-
-    def lost(self, peer: bytes) -> None:
-        seat = self.seats.of(peer)
-        if seat is not None:
-            self._replace_scheduler(seat, b"", seat.incarnation)
 
     def on_topology(self, topology: Topology) -> None:
         for told in topology.seats:
@@ -97,11 +94,12 @@ class Placement:
             if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
                 self._move_all(seat, fell=told.state != "absent")
             seat.worker_incarnation = told.worker_incarnation
-            vacated = told.state == "absent" and told.scheduler_incarnation == 0
-            if vacated:
+            seat.vacant = told.state == "absent" and told.scheduler_incarnation == 0
+            if seat.vacant:
                 seat.total_blocks = 0  # its pool bounds nobody any more
-            if seat.peer and (vacated or told.scheduler_incarnation > seat.incarnation):
-                self._replace_scheduler(seat, b"", seat.incarnation)
+            newest = max(seat.incarnation, told.scheduler_incarnation)
+            if seat.peer and seat.vacant or newest > seat.incarnation:
+                self._replace_scheduler(seat, b"", newest)
 
     def on_load(self, peer: bytes, load: SeatLoad) -> None:
         seat = self.seats.of(peer)

@@ -11,7 +11,8 @@ from phalanx.services.gateway.streams import Stream
 class Seat:
     number: int
     peer: bytes = b""  # of its present scheduler; empty: none
-    incarnation: int = 0
+    incarnation: int = 0  # the newest that was heard or told of
+    vacant: bool = False  # the topology says that nobody is there
     load: SeatLoad | None = None
     total_blocks: int = 0  # as some scheduler of it last said
     worker_incarnation: int = 0  # as the topology says

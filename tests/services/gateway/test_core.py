@@ -721,6 +721,27 @@ def test_a_new_gateway_takes_a_name_for_a_hello() -> None:
     assert desk.core._placement.seats.by_number.keys() == {4}
 
 
+def test_late_words_of_a_scheduler_that_is_gone_do_not_bring_it_back() -> None:
+    desk = Desk()
+    desk.start()
+    ((gone, old),) = desk.submits()
+    there = Seat(1, 1, 1, "member")
+    desk.core.on_topology(Topology(4, (Seat(0, 0, 0, "absent"), there)), desk.now)
+    desk.clear()
+    desk.produces(gone, old, 0, 10)  # was on its way
+    desk.passes(31_000)
+    assert {type(message) for peer, message in desk.bus if peer == gone} == {Welcome}
+    # Nor when the next one is known of, but has not spoken yet.
+    desk.core.on_topology(Topology(6, (Seat(0, 1, 2, "member"), there)), desk.now)
+    desk.says(gone, SeatLoad(0, 1, True, total_blocks=4, worker_incarnation=1))
+    assert desk.core._placement.seats.get(0).peer == b""
+    desk.clear()
+    desk.start()
+    assert [peer for peer, _ in desk.submits()] == [b"scheduler-1#1"]
+    desk.scheduler(0, 2)
+    assert desk.core._placement.seats.get(0).peer == b"scheduler-0#2"
+
+
 def test_other_numerics_never_continue_a_stream() -> None:
     desk = Desk(Recovered(entry(fingerprint="f0")))
     desk.asks(Attach(1, "r" * 32))
