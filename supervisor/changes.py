@@ -165,8 +165,9 @@ class Changes:
             return self._core.lose(process, "did not end when told to", process.kill_ns, now_ns)
         if process.stage is Stage.DOWN and not process.leaving:
             process.start_anew(now_ns)
-        if process.spec.kind == "worker" and process.stage is Stage.READY:
-            return self._core.group.stay(process.spec.seat, now_ns)
+        if process.spec.kind == "worker" and process.alive:
+            ready = process.fingerprint if process.stage is Stage.READY else None
+            return self._core.group.stay(process.spec.seat, ready, now_ns)
         return []
 
     def _finish_off(self, process: Process, now_ns: int) -> list[Action]:

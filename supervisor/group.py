@@ -114,13 +114,17 @@ class Group:
         held = tuple(sorted(self.members.keys() & seats))
         return [CountStranded(held), *self._stop(cause, 0.0, now_ns)]
 
-    def stay(self, seat: int, now_ns: int) -> list[Action]:
-        """It need not leave. If it has left already, it joins again; its worker is ready."""
+    def stay(self, seat: int, ready: str | None, now_ns: int) -> list[Action]:
+        """It need not leave. If it has left already, or was ready only after it was told to, it joins.
+
+        Args:
+            ready: The fingerprint of its worker; None while that one loads, and is ready later.
+        """
         record = self.seats[seat]
         was_leaving, record.leaving = record.leaving, False
-        if seat in self.members or not was_leaving or record.state not in ("absent", "joining"):
+        if seat in self.members or not was_leaving or ready is None:
             return []
-        return self.ready(seat, record.fingerprint, now_ns)
+        return self.ready(seat, ready, now_ns)
 
     def have(self, seat: int) -> None:
         """There is such a seat from now on; nobody sits there yet."""

@@ -170,6 +170,21 @@ def test_time_up_before_anybody_left_changes_nothing() -> None:
     assert not story.core.reasons()
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_who_loads_while_it_is_to_go_joins_when_it_may_stay(early: bool) -> None:
+    """Whether it is ready before or after the time is up."""
+    story = running().dies("worker-2").acks(stop=3, seats=(0, 1)).acks(go=4, seats=(0, 1))
+    ask(story, Scale(7, 1, 0.2))
+    if early:
+        story.ready("worker-2")
+    assert isinstance(answer(story.wait(300)), Error)
+    if not early:
+        story.ready("worker-2")
+    story.acks(stop=5, seats=(0, 1)).acks(go=6)
+    assert story.core.group.members.keys() == {0, 1, 2}
+    assert not story.core.reasons()
+
+
 @pytest.mark.parametrize("ranks", [0, -1, 65])
 def test_absurd_sizes(ranks: int) -> None:
     refused = answer(ask(running(), Scale(7, ranks, 60.0)))
