@@ -14,13 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.reference.quant import (
-    GROUP,
-    KV_GROUP,
-    compressed_bytes,
-    index_key_bytes,
-    window_bytes,
-)
+from phalanx.kernels.reference.quant import GROUP, KV_GROUP
 from phalanx.kernels.triton import formats
 from phalanx.kernels.triton.configs import Config, config
 
@@ -54,22 +48,6 @@ def _qf4_idx_kernel(x_ptr, out_ptr, num_groups, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_groups"])
-def _encode_window_kernel(
-    x_ptr, out_ptr, num_groups, x_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):
-    RECORD: tl.constexpr = GROUPS * 33
-    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, g = (group // GROUPS).to(tl.int64), group % GROUPS
-    lane = tl.arange(0, 32)[None, :]
-    mask = (group < num_groups)[:, None]
-    x = tl.load(x_ptr + (row * x_stride + g * 32)[:, None] + lane, mask=mask, other=0.0)
-    codes, exponent = formats.q8_codes(x.to(tl.float32))
-    tl.store(out_ptr + (row * RECORD + g * 32)[:, None] + lane, codes, mask=mask)
-    scale_at = (row * RECORD + GROUPS * 32 + g)[:, None]
-    tl.store(out_ptr + scale_at, exponent.to(tl.uint8), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_groups"])
 def _decode_window_kernel(
     record_ptr, out_ptr, num_groups, record_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -83,33 +61,6 @@ def _decode_window_kernel(
     scale = tl.load(record_ptr + scale_at, mask=mask, other=0)
     values = formats.from_e4m3(codes) * formats.from_ue8m0(scale)
     tl.store(out_ptr + ((row * GROUPS + g) * 32)[:, None] + lane, values, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_groups"])
-def _encode_fp4_kernel(
-    x_ptr,
-    out_ptr,
-    num_groups,
-    x_stride,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    HALF: tl.constexpr = GROUP // 2
-    RECORD: tl.constexpr = GROUPS * (HALF + 1)
-    group = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row, g = (group // GROUPS).to(tl.int64), group % GROUPS
-    mask = (group < num_groups)[:, None]
-    lane = tl.arange(0, GROUP)[None, :]
-    x = tl.load(x_ptr + (row * x_stride + g * GROUP)[:, None] + lane, mask=mask, other=0.0)
-    if GROUP == 16:
-        codes, scale = formats.qf4_kv(x.to(tl.float32), BLOCK)
-    else:
-        codes, scale = formats.qf4_idx(x.to(tl.float32), BLOCK)
-    lane = tl.arange(0, HALF)[None, :]
-    tl.store(out_ptr + (row * RECORD + g * HALF)[:, None] + lane, codes, mask=mask)
-    scale_at = (row * RECORD + GROUPS * HALF + g)[:, None]
-    tl.store(out_ptr + scale_at, scale.to(tl.uint8), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -183,24 +134,12 @@ def _roundtrip(
     return out
 
 
-def encode_window(x: Tensor, *, settings: Config | None = None) -> Tensor:
-    """bf16 or float32 [..., K], K a multiple of 32 -> window records uint8 [..., window_bytes(K)]."""
-    return _encode(_encode_window_kernel, x, GROUP, window_bytes(x.shape[-1]), settings)
-
-
 def decode_window(
     record: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
 ) -> Tensor:
-    """Window records uint8 [..., window_bytes(K)] -> [..., K], bf16 values for what `encode_window` made."""
+    """Window records uint8 [..., window_bytes(K)] -> [..., K], bf16 values for what the reference encoded."""
     dim = record.shape[-1] * GROUP // (GROUP + 1)
     return _decode(_decode_window_kernel, record, GROUP, dim, out_dtype, settings)
-
-
-def encode_compressed(x: Tensor, *, settings: Config | None = None) -> Tensor:
-    """bf16 or float32 [..., K], K a multiple of 16 -> records uint8 [..., compressed_bytes(K)]."""
-    return _encode(
-        _encode_fp4_kernel, x, KV_GROUP, compressed_bytes(x.shape[-1]), settings, GROUP=KV_GROUP
-    )
 
 
 def decode_compressed(
@@ -211,35 +150,12 @@ def decode_compressed(
     return _decode(_decode_fp4_kernel, record, KV_GROUP, dim, out_dtype, settings, GROUP=KV_GROUP)
 
 
-def encode_index_key(x: Tensor, *, settings: Config | None = None) -> Tensor:
-    """bf16 or float32 [..., K], K a multiple of 32 -> records uint8 [..., index_key_bytes(K)]."""
-    return _encode(
-        _encode_fp4_kernel, x, GROUP, index_key_bytes(x.shape[-1]), settings, GROUP=GROUP
-    )
-
-
 def decode_index_key(
     record: Tensor, *, out_dtype: torch.dtype = torch.float32, settings: Config | None = None
 ) -> Tensor:
     """Index key records uint8 [..., index_key_bytes(K)] -> [..., K], bf16 values."""
     dim = record.shape[-1] * 32 // 17
     return _decode(_decode_fp4_kernel, record, GROUP, dim, out_dtype, settings, GROUP=GROUP)
-
-
-def _encode(
-    kernel: Any, x: Tensor, group: int, width: int, settings: Config | None, **shape: int
-) -> Tensor:
-    dim = x.shape[-1]
-    _check_width(dim, group)
-    rows = x.reshape(-1, dim)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    out = x.new_empty((*x.shape[:-1], width), dtype=torch.uint8)
-    num_groups = rows.shape[0] * (dim // group)
-    if num_groups:
-        chosen = settings or config("encode", f"{group}x{dim}", _DEFAULT)
-        grid = (triton.cdiv(num_groups, chosen["BLOCK"]),)
-        kernel[grid](rows, out, num_groups, rows.stride(0), GROUPS=dim // group, **shape, **chosen)
-    return out
 
 
 def _decode(

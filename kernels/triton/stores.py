@@ -59,7 +59,6 @@ def _store_kernel(
     DIM: tl.constexpr,
     START: tl.constexpr,
     FORMAT: tl.constexpr,
-    NORM: tl.constexpr,
     NORMED: tl.constexpr,
     GATHER: tl.constexpr,
     SCATTER: tl.constexpr,
@@ -67,8 +66,7 @@ def _store_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM)
     x = tl.load(x_ptr + row * x_stride + column).to(tl.float32)
-    if NORM:
-        x = norm_row(x, tl.load(weight_ptr + column).to(tl.float32), eps, DIM)
+    x = norm_row(x, tl.load(weight_ptr + column).to(tl.float32), eps, DIM)
     if NORMED:
         tl.store(normed_ptr + row * DIM + column, x)
     at = row
@@ -319,7 +317,6 @@ def _store(
         DIM=dim,
         START=dim - rope_dim,
         FORMAT=form,
-        NORM=True,
         NORMED=normed is not None,
         GATHER=positions is not None,
         SCATTER=places is not None,

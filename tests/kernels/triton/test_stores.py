@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hard_values import hard_rows, patterns
 from torch import Tensor
 
 from phalanx.kernels.reference import quant, rope
@@ -85,6 +86,28 @@ def test_entries_land_in_their_places(device: torch.device, dim: int, form: str)
     else:
         stores.store_index_keys(*args, *at, positions=POSITIONS.to(device))
     assert torch.equal(memory.cpu(), expected)
+
+
+@pytest.mark.parametrize("form", ["window", "compressed", "index_key"])
+def test_every_value_is_encoded_as_in_the_reference(device: torch.device, form: str) -> None:
+    ones, table = torch.ones((1, 128), device=device), on(device, TABLE)
+    hard = hard_rows(128).bfloat16().float()
+    weights = torch.cat((patterns(device, 128), hard[hard.isfinite().all(dim=1)]))
+    # A norm of 1, and position 0: the weights themselves are encoded, with some zeros' signs changed.
+    start = torch.zeros(len(weights), dtype=torch.int64)
+    expected = getattr(quant, f"encode_{form}")(rope.rotate(weights.clone(), TABLE.at(start)))
+    at = torch.zeros(1, dtype=torch.int64, device=device)
+    pool = torch.zeros((1, 1, expected.shape[1]), dtype=torch.uint8, device=device)
+    for weight, record in zip(weights.to(device), expected, strict=True):
+        if form == "window":
+            got = stores.window_records(ones, weight, 0.0, table, positions=at)[0]
+        elif form == "compressed":
+            stores.store_compressed(ones, weight, 0.0, table, at, at, pool, positions=at)
+            got = pool[0, 0]
+        else:
+            stores.store_index_keys(ones, weight, 0.0, table, at, at, pool, positions=at)
+            got = pool[0, 0]
+        assert torch.equal(got.cpu(), record)
 
 
 def test_a_broken_vector_spoils_its_own_record(device: torch.device) -> None:
