@@ -19,7 +19,7 @@ from typing import Self
 
 import msgspec
 
-from phalanx.protocol.errors import ArenaError, StaleHandle
+from phalanx.protocol.errors import ArenaError, NoRoom, StaleHandle
 
 SHM = Path("/dev/shm")
 MAGIC = 0x50484C58  # "PHLX"
@@ -30,7 +30,8 @@ _HEADER = struct.Struct(
 )  # magic, version, payload bytes, generation slots, reserved, owner
 _GENERATIONS_AT = 128
 GENERATIONS_MAX = (HEADER_BYTES - _GENERATIONS_AT) // 4
-_KEEP_FREE_BYTES = 16 << 20
+KEEP_FREE_BYTES = 16 << 20  # for arenas without which a rank that lives could not go on
+_IN_USE = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
 class Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -57,11 +58,11 @@ def arena_name(node: str, kind: str, incarnation: int | str) -> str:
     return f"ph-{node}-{kind}-{incarnation}"
 
 
-def _no_room(name: str, total: int, free: int) -> ArenaError:
-    return ArenaError(
-        f"{SHM} has {free >> 20} MiB free, arena {name} needs {math.ceil(total / 2**20)} MiB and leaves"
-        f" {_KEEP_FREE_BYTES >> 20} MiB to others: free some space, give the container a larger"
-        " --shm-size, or lower worker.kv_bytes"
+def _no_room(name: str, total: int, free: int, keep_free: int) -> NoRoom:
+    leaves = f" and leaves {math.ceil(keep_free / 2**20)} MiB to others" if keep_free else ""
+    return NoRoom(
+        f"{SHM} has {free >> 20} MiB free, arena {name} needs {math.ceil(total / 2**20)} MiB{leaves}:"
+        " free some space, give the container a larger --shm-size, or lower worker.kv_bytes"
     )
 
 
@@ -70,23 +71,26 @@ class Arena:
 
     def __init__(self, name: str, fd: int, mapping: mmap.mmap, owned: bool) -> None:
         self.name, self._fd, self._mapping, self.owned = name, fd, mapping, owned
+        self._writes = False  # see `attach`
         self._whole = memoryview(mapping)
         self.data = self._whole[HEADER_BYTES:]  # the payload, writable
         self._generations = self._whole[_GENERATIONS_AT:HEADER_BYTES].cast("I")
 
     @classmethod
-    def create(cls, name: str, nbytes: int, owner: str = "") -> "Arena":
+    def create(
+        cls, name: str, nbytes: int, owner: str = "", *, keep_free: int = KEEP_FREE_BYTES
+    ) -> "Arena":
         """Create and lock an arena of `nbytes` zero bytes.
 
         Its memory is taken at once: a /dev/shm that others fill later must not turn a first write
-        into a SIGBUS. Raises ArenaError when the name is taken by a live owner or there is too little
-        room.
+        into a SIGBUS. Raises NoRoom when fewer than `keep_free` bytes would be left, ArenaError when
+        the name is taken by a live owner.
         """
         total = HEADER_BYTES + nbytes
         stat = os.statvfs(SHM)
         free = stat.f_bavail * stat.f_frsize
-        if total + _KEEP_FREE_BYTES > free:
-            raise _no_room(name, total, free)
+        if total + keep_free > free:
+            raise _no_room(name, total, free, keep_free)
         path = SHM / name
         if path.exists() and not _remove_if_abandoned(path):
             raise ArenaError(f"shared memory {path} belongs to a live process")
@@ -97,7 +101,7 @@ class Arena:
             os.posix_fallocate(fd, 0, total)
         except OSError as error:  # others took the room since we looked
             os.close(fd)
-            raise _no_room(name, total, 0) from error
+            raise _no_room(name, total, 0, keep_free) from error
         mapping = mmap.mmap(fd, total)
         write_header(mapping, nbytes, owner)
         try:
@@ -110,8 +114,12 @@ class Arena:
         return cls(name, fd, mapping, owned=True)
 
     @classmethod
-    def attach(cls, name: str) -> "Arena":
-        """Map an existing arena. Raises ArenaError when it is absent or not one of ours."""
+    def attach(cls, name: str, *, writes: bool = False) -> "Arena":
+        """Map an existing arena. Raises ArenaError when it is absent or not one of ours.
+
+        With `writes` the owner's `written_by_others` says so until this is closed or the process, all
+        its threads, is gone.
+        """
         if "/" in name or not name.startswith("ph-"):
             raise ArenaError(f"{name!r} is not the name of an arena")
         path = SHM / name
@@ -121,11 +129,17 @@ class Arena:
             raise ArenaError(f"cannot attach {path}: {error.strerror}") from error
         try:
             cls.check_header(fd, str(path))
+            if writes:
+                _lock_use(fd, fcntl.F_RDLCK)
+                if not _is_at(fd, path):
+                    raise ArenaError(f"cannot attach {path}: its owner took it back")
             mapping = mmap.mmap(fd, 0)
         except BaseException:
             os.close(fd)
             raise
-        return cls(name, fd, mapping, owned=False)
+        arena = cls(name, fd, mapping, owned=False)
+        arena._writes = writes
+        return arena
 
     @staticmethod
     def check_header(fd: int, shown: str = "the file") -> None:
@@ -147,6 +161,19 @@ class Arena:
     def address(self) -> int:
         """Address of the payload in this process."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._mapping, HEADER_BYTES))
+
+    def written_by_others(self) -> bool:
+        """Whether somebody who attached with `writes` may still store into it. The kernel knows: it lets
+        go of a process's locks after its memory."""
+        asked = _IN_USE.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        kind, *_ = _IN_USE.unpack(fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked))
+        return bool(kind != fcntl.F_UNLCK)
+
+    def rename(self, name: str) -> None:
+        """Owner only: whoever attaches from now on asks for the new name."""
+        assert self.owned, "only the owner of an arena names it"
+        os.rename(SHM / self.name, SHM / name)
+        self.name = name
 
     def generation(self, region: int) -> int:
         return self._generations[region]
@@ -197,6 +224,8 @@ class Arena:
         """Unmap; the owner also removes the name. Views handed out keep the mapping alive."""
         if self.owned:
             (SHM / self.name).unlink(missing_ok=True)
+        if self._writes:
+            _lock_use(self._fd, fcntl.F_UNLCK)  # a view that is still there keeps the file open
         for close in (*self._views(), self._mapping.close):
             try:
                 close()
@@ -217,6 +246,18 @@ class Arena:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _lock_use(fd: int, kind: int) -> None:
+    """Take or give back a share of the lock that `written_by_others` looks at."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _IN_USE.pack(kind, os.SEEK_SET, 0, 1, 0))
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def write_header(mapping: mmap.mmap, nbytes: int, owner: str) -> None:

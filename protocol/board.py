@@ -187,6 +187,15 @@ class SeatRow:
     def steps_run(self, steps: int) -> None:
         self._u64[self._at64 + 6] = steps
 
+    @property
+    def blocks(self) -> int:
+        """KV blocks of this seat's worker, or of the last one that was there; 0 before the first."""
+        return self._u32[self._at32 + 11]
+
+    @blocks.setter
+    def blocks(self, blocks: int) -> None:
+        self._u32[self._at32 + 11] = blocks
+
     # Written by the scheduler: which link arena the worker shall use.
     @property
     def link(self) -> int:

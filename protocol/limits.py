@@ -45,6 +45,10 @@ RESTARTS_MAX = 8  # restarts of one process within RESTART_WINDOW_MS; one more a
 RESTART_WINDOW_MS = 60_000
 RESTART_DELAY_MS = 100  # before the second restart within the window; doubles with each further one
 RESTART_DELAY_MS_MAX = 5_000
+# While shared memory is full a process is started again and again, however often: nothing else is wrong
+# with it. The first pause, doubled each time, and the longest.
+ROOM_DELAY_MS = 500
+ROOM_DELAY_MS_MAX = 8_000
 DRAIN_MS = 10_000  # default time to finish running requests at shutdown
 TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
 HAND_OVER_MS = 1_000  # for a gateway that is replaced: what is on its way to the journal's disk

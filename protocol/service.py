@@ -21,7 +21,7 @@ from phalanx.protocol import faults, link
 from phalanx.protocol.board import Board, ProcessPhase, ProcessRow
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import NodeConfig, load_config
-from phalanx.protocol.errors import ConfigError, DecodeError, ExitCode
+from phalanx.protocol.errors import ConfigError, DecodeError, ExitCode, NoRoom
 from phalanx.protocol.limits import BEAT_PERIOD_MS, COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.log import Logger, setup_logging
@@ -191,6 +191,9 @@ def run(serve: Callable[[Service], None]) -> None:
         except ConfigError as error:
             log.error("cannot run as configured", error=str(error))
             sys.exit(ExitCode.BAD_INPUT)
+        except NoRoom as error:
+            log.error("no room in shared memory", error=str(error))
+            os._exit(ExitCode.NO_ROOM)
         except Exception:  # the top of the process: say why, let the supervisor restart us
             log.exception("crashed")
             sys.stderr.flush()

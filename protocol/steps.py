@@ -140,7 +140,10 @@ class Link:
     @classmethod
     def create(cls, node: str, number: int, link: int, seat: SeatRow) -> "Link":
         arena = Arena.create(
-            link_arena_name(node, number, link), 2 * RING_BYTES, f"scheduler-{number}"
+            link_arena_name(node, number, link),
+            2 * RING_BYTES,
+            f"scheduler-{number}",
+            keep_free=0,
         )
         return cls(arena, seat)
 

@@ -65,7 +65,7 @@ class Shell:
         config = service.config
         rows = 2 * config.scheduler.max_waiting + config.scheduler.max_num_seqs
         name = queue_arena_name(config.node, service.seat, service.incarnation)
-        self.arena = Arena.create(name, queue_bytes(rows), service.name)
+        self.arena = Arena.create(name, queue_bytes(rows), service.name, keep_free=0)
         columns = QueueTable.create(self.arena.data[:], rows, service.seat, service.incarnation)
         # Truncated prompts have states that are good for prompts of one length alone.
         self._stores = config.kvstore.enabled and config.worker.yoco_truncation == "off"

@@ -247,6 +247,9 @@ class SupervisorCore:
         process.stage, process.life, process.detail = Stage.READY, Patience(now_ns), ""
         process.progress_ns = now_ns
         spec = process.spec
+        note = f" (after {process.policy.roomless} starts in vain: {process.lacks})"
+        note = note if process.lacks else ""
+        process.policy.roomless, process.lacks = 0, ""
         actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
         if spec.kind == "worker" and self._supervising:
             expected = self._expected_fingerprint(spec.seat)
@@ -255,6 +258,7 @@ class SupervisorCore:
             process.fingerprint = fingerprint
             if self.changes.hides(process):
                 return actions  # newcomers join together
+            self.group.seats[spec.seat].note = note
             actions += self.group.ready(spec.seat, fingerprint, now_ns)
         elif spec.kind == "gateway":
             actions += self._send_health()
@@ -314,6 +318,8 @@ class SupervisorCore:
             return actions
         if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
             return actions + self._fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
+        if event.code == ExitCode.NO_ROOM:
+            return actions + self._await_room(process, event.detail or why, now_ns)
         delay_ns = process.policy.delay_ns(now_ns)
         if delay_ns is None:
             deaths = len(process.policy.deaths_ns)
@@ -321,6 +327,17 @@ class SupervisorCore:
             return actions + self._fail(ExitCode.GAVE_UP, text, now_ns)
         process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
         return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
+
+    def _await_room(self, process: Process, lacks: str, now_ns: int) -> list[Action]:
+        """Shared memory is full. A node that has never run says so and ends; one that runs goes on with
+        what it has, and tries again until there is room."""
+        if self.ready_s < 0:
+            return self._fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {lacks}", now_ns)
+        delay_ns = process.policy.room_delay_ns()
+        process.stage, process.due_ns, process.lacks = Stage.WAITING, now_ns + delay_ns, lacks
+        tries = process.policy.roomless
+        process.detail = f"{lacks} (tried {tries} times, the next time in {delay_ns / 1e9:g} s)"
+        return []
 
     # ------------------------------------------------------------ hang detection
 
@@ -365,7 +382,7 @@ class SupervisorCore:
         for process in self.processes.values():
             if process.stage is not Stage.READY and not self.changes.hides(process):
                 what = "is" if process.alive else "is down:"
-                reasons.append(f"{process.spec.name} {what} {process.detail or 'not started'}")
+                reasons.append(f"{process.spec.name} {what} {process.told}")
         waiting = [f"worker-{seat}" for seat in self.group.waiting]
         match self.group.phase:
             case GroupPhase.RUNNING:

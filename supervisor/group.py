@@ -47,6 +47,11 @@ class SeatRecord:
     scheduler_incarnation: int = 0
     fingerprint: str = ""
     leaving: bool = False  # is in no group from the next GO on
+    note: str = ""  # why it comes late, for people
+
+    @property
+    def joins(self) -> str:
+        return f"worker-{self.seat} joined{self.note}"
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class Group:
     def loading(self, seat: int, incarnation: int) -> None:
         record = self.seats[seat]
         record.incarnation, record.state, record.leaving = incarnation, "loading", False
+        record.note = ""
 
     def ready(self, seat: int, fingerprint: str, now_ns: int) -> list[Action]:
         """The seat's worker has loaded: let it join, now or when the change in progress is over."""
@@ -88,9 +94,9 @@ class Group:
         if self.phase in (GroupPhase.FORMING, GroupPhase.STOPPED):
             return self._try_go(now_ns)
         if self.phase is GroupPhase.RUNNING:
-            return self._stop(f"worker-{seat} joined", 0.0, now_ns)
+            return self._stop(record.joins, 0.0, now_ns)
         if self.phase is GroupPhase.STOPPING and self.change is not None:
-            self.change.causes.append(f"worker-{seat} joined")
+            self.change.causes.append(record.joins)
         return []  # STOPPING takes it along; after GOING comes its turn
 
     def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
@@ -231,7 +237,7 @@ class Group:
             SetEpoch(self.epoch, self._awake()),
             Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),
         ]
-        causes = [f"worker-{s.seat} joined" for s in self.seats if s.state == "joining"]
+        causes = [s.joins for s in self.seats if s.state == "joining"]
         causes += [f"worker-{seat} leaves" for seat in self.members if seat not in self._staying()]
         if causes:
             return actions + self._stop(" and ".join(causes), 0.0, now_ns)

@@ -38,6 +38,7 @@ class Process:
     progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
     detail: str = ""  # what it does, or why it is not there
     ended: str = ""  # why its last incarnation ended, for people
+    lacks: str = ""  # what its last incarnation could not start without, for people
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
     # A change that was asked for decides what follows its end, which is no failure either.
@@ -53,6 +54,12 @@ class Process:
     @property
     def exists(self) -> bool:
         return self.alive or self.stage is Stage.DYING
+
+    @property
+    def told(self) -> str:
+        """What it does, or why it is not there, and what it waits for."""
+        detail = self.detail or "not started"
+        return f"{detail} (before: {self.lacks})" if self.lacks and self.alive else detail
 
     def start_anew(self, now_ns: int) -> None:
         """It is to be started now, and what ended it does not count."""

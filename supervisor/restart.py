@@ -7,6 +7,8 @@ from phalanx.protocol.limits import (
     RESTART_DELAY_MS_MAX,
     RESTART_WINDOW_MS,
     RESTARTS_MAX,
+    ROOM_DELAY_MS,
+    ROOM_DELAY_MS_MAX,
 )
 
 _MS = 1_000_000
@@ -20,6 +22,13 @@ class RestartPolicy:
 
     gives_up: bool = True
     deaths_ns: list[int] = field(default_factory=list[int])
+    roomless: int = 0  # starts in a row for which shared memory had no room
+
+    def room_delay_ns(self) -> int:
+        """Called once at each end for want of room, which is no failure of the process."""
+        self.roomless += 1
+        doublings = min(self.roomless - 1, 16)
+        return min(ROOM_DELAY_MS << doublings, ROOM_DELAY_MS_MAX) * _MS
 
     def delay_ns(self, now_ns: int) -> int | None:
         """Called once at each death. How long to wait before the restart; None: give up."""

@@ -21,7 +21,7 @@ from phalanx.protocol.service import Service
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.devices import rank_device
 from phalanx.worker_svc.engine import Engine
-from phalanx.worker_svc.exchange import Exchange, Shape
+from phalanx.worker_svc.exchange import Exchange, Region, Shape
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.group import Group
@@ -88,10 +88,16 @@ class ModelBackend:
             json.loads((config.model_path / "config.json").read_text())["eos_token_id"],
             self.fingerprint,
             self._marks.wait,
+            service.board.seats[self._seat].blocks if device.type == "cpu" else 0,
         )
-        self._shape = Shape(
+        service.board.seats[self._seat].blocks = self._engine.sizes.num_blocks
+        shape = Shape(
             config.scheduler.max_num_batched_tokens * self._weights.config.num_experts_per_tok,
             self._weights.config.hidden_size,
+        )
+        newcomer = service.incarnation == 1 and service.board.epoch > 1
+        self._region = Region(
+            config.node, self._seat, service.incarnation, config.ranks, shape, newcomer=newcomer
         )
         self._exchange: Exchange | None = None
         if device.type == "cuda":
@@ -197,10 +203,17 @@ class ModelBackend:
                     loaded += 1
             self._alive()
         failpoint("worker.prepare.after_load")
-        node, incarnation = self._service.config.node, self._service.incarnation
-        self._exchange = Exchange(node, self._seat, incarnation, epoch, members, self._shape)
+        own = None
+        if len(members) > 1:
+            own = self._region.enter(epoch, len(members), lambda: self._over(epoch))
+        self._exchange = Exchange(self._region, epoch, members, own)
         self._experts.enter_epoch(placement, self._exchange)
         return loaded
+
+    def _over(self, epoch: int) -> bool:
+        """Whether the group will not come to run that epoch: it has begun to change anew."""
+        self._alive()
+        return self._service.board.epoch != epoch - 1
 
     def _look_for_host_weights(self) -> None:
         """They were not there yet when this worker started: what is missing now comes from them."""
@@ -230,6 +243,7 @@ class ModelBackend:
         return counts.shape[0], counts.shape[1], encoded
 
     def close(self) -> None:
+        self._region.close()
         self._engine.close()
 
 

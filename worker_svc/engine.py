@@ -44,11 +44,16 @@ class Engine:
         eos_token_id: int,
         fingerprint: str,
         settle: Callable[[], None] = lambda: None,
+        num_blocks: int = 0,
     ) -> None:
-        """`settle` is called before the results of a step are read, which a GPU may still be computing."""
+        """
+        Args:
+            settle: called before the results of a step are read, which a GPU may still be computing.
+            num_blocks: as many as the worker before had; 0: none was there.
+        """
         self.layout = CacheLayout(weights.config)
         self._device = weights.device
-        self.sizes = sizes = pool_sizes(self.layout, config, weights.device)
+        self.sizes = sizes = pool_sizes(self.layout, config, weights.device, num_blocks)
         # On a GPU the arena is a copy, of the blocks that are full: what the KV store reads.
         self._blocks = Arena.create(
             arena_name(config.node, f"kv{seat}", incarnation),

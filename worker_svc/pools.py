@@ -106,11 +106,17 @@ class PoolSizes:
         return f"{shown_bytes(copies)} of /dev/shm, blocks and {NUM_SNAPSHOTS} window states"
 
 
-def pool_sizes(layout: CacheLayout, config: NodeConfig, device: torch.device = CPU) -> PoolSizes:
+def pool_sizes(
+    layout: CacheLayout, config: NodeConfig, device: torch.device = CPU, before: int = 0
+) -> PoolSizes:
     """Split the rank's budget into state slots (one a running sequence) and blocks.
 
     The budget is worker.kv_bytes, or this rank's share of what is free in memory and in /dev/shm; never
     more blocks than all running sequences at full length could use.
+
+    Args:
+        before: blocks of the worker that sat here before. This one gets as many, however little is free
+            just now: what was accepted must fit.
 
     Raises ConfigError, with both numbers, when not even one sequence of a block would fit.
     """
@@ -118,7 +124,7 @@ def pool_sizes(layout: CacheLayout, config: NodeConfig, device: torch.device = C
     longest = -(-layout.config.max_positions // BLOCK_TOKENS)
     gpu = None if device.type == "cpu" else GpuPlan.of(layout.config, config, device)
     budget = config.worker.kv_bytes or (gpu.room if gpu else free_share(config.ranks))
-    num_blocks = config.worker.num_blocks
+    num_blocks = config.worker.num_blocks or before
     if num_blocks == 0:
         room = budget - num_slots * layout.slot_bytes
         num_blocks = min(room // layout.block_bytes, num_slots * longest + 1)

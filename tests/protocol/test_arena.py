@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.protocol import arena as arenas
 from phalanx.protocol.arena import Arena, Handle, arena_name, sweep
-from phalanx.protocol.errors import ArenaError, StaleHandle
+from phalanx.protocol.errors import ArenaError, NoRoom, StaleHandle
 
 HOLDER = """
 import sys, time
@@ -121,3 +121,50 @@ def test_views_outlive_close(node: str, tmp_path: Path) -> None:
     owner.close()
     view[:] = b"safe"
     assert bytes(view) == b"safe"
+
+
+WRITER = """
+import sys, time
+from phalanx.protocol.arena import Arena
+arena = Arena.attach(sys.argv[1], writes=True)
+print("attached", flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_owner_knows_when_all_who_store_into_it_are_gone(node: str) -> None:
+    with Arena.create(arena_name(node, "kv", 1), 4096) as owner:
+        assert not owner.written_by_others()
+        with Arena.attach(owner.name):
+            assert not owner.written_by_others(), "it only reads"
+        with Arena.attach(owner.name, writes=True), Arena.attach(owner.name, writes=True) as second:
+            view = second.data[:8]
+            assert owner.written_by_others()
+        assert not owner.written_by_others(), "they are done, although a view is still there"
+        del view
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-c", WRITER, owner.name], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None and child.stdout.readline() == "attached\n"
+        assert owner.written_by_others()
+        kill(child)
+        assert not owner.written_by_others()
+
+
+def test_an_arena_under_another_name_is_not_found_by_the_old_one(node: str) -> None:
+    first, second = arena_name(node, "kv", 1), arena_name(node, "kv", 2)
+    with Arena.create(first, 4096) as owner:
+        owner.rename(second)
+        with pytest.raises(ArenaError, match="cannot attach"):
+            Arena.attach(first, writes=True)
+        Arena.attach(second, writes=True).close()
+        assert arenas.names(node) == [second]
+    assert arenas.names(node) == []
+
+
+def test_too_little_room_is_told_with_numbers(node: str) -> None:
+    stat = os.statvfs(arenas.SHM)
+    free = stat.f_bavail * stat.f_frsize
+    with pytest.raises(NoRoom, match=r"has \d+ MiB free, .* needs \d+ MiB and leaves 16 MiB to"):
+        Arena.create(arena_name(node, "kv", 1), free - (8 << 20))
+    assert arenas.names(node) == []

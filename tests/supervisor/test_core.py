@@ -328,6 +328,43 @@ def test_restarts_back_off_and_end_in_giving_up() -> None:
     assert story.core.failed.startswith("tokenizer-0 died 9 times within a minute")
 
 
+NO_SPACE = "no room in shared memory: /dev/shm has 3 MiB free, arena x needs 9 MiB"
+
+
+@pytest.mark.parametrize("name", ["worker-1", "scheduler-1"])
+def test_a_process_without_room_is_tried_for_ever_and_says_what_it_needs(name: str) -> None:
+    story = running()
+    process = story.core.processes[name]
+    story.dies(name).acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    delays: list[float] = []
+    for _ in range(3 * RESTARTS_MAX):
+        assert process.stage is Stage.STARTING
+        ended_ns, before = story.now_ns, process.incarnation
+        story.feed(Reaped(name, before, ExitCode.NO_ROOM, NO_SPACE))
+        (told,) = story.core.reasons()
+        assert told.startswith(f"{name} is down: {NO_SPACE} (tried {len(delays) + 1} times, ")
+        while process.incarnation == before:
+            story.wait(100)
+        assert story.core.reasons() == [f"{name} is starting (before: {NO_SPACE})"]
+        delays.append((story.now_ns - ended_ns) / MS)
+    assert delays[:6] == [500, 1000, 2000, 4000, 8000, 8000] and delays[-1] == 8000
+    story.ready(name)
+    if name == "worker-1":
+        story.acks(stop=5).acks(go=6)
+        cause = story.core.group.records[-1].cause
+        assert cause == f"worker-1 joined (after 24 starts in vain: {NO_SPACE})"
+    assert story.core.reasons() == []
+    story.dies(name)
+    assert not story.core.failed, "its starts in vain were no deaths"
+
+
+def test_a_node_that_finds_no_room_at_its_start_says_so_and_ends() -> None:
+    story = Story()
+    story.feed(Reaped("worker-1", 1, ExitCode.NO_ROOM, NO_SPACE))
+    assert story.core.failed == f"worker-1: {NO_SPACE}"
+    assert story.core.code == ExitCode.UNHEALTHY
+
+
 def test_the_node_outlives_a_kvstore_that_cannot_stay_up() -> None:
     story = running()
     for _ in range(30):

@@ -22,7 +22,7 @@ from phalanx.protocol.placement import (
     initial_placement,
     slots_per_rank,
 )
-from phalanx.worker_svc.exchange import Exchange, Shape
+from phalanx.worker_svc.exchange import Exchange, Region, Shape
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
@@ -121,7 +121,9 @@ def spread(board: Board, placement: Placement, idle: int | None = None) -> dict[
     def work(seat: int) -> torch.Tensor:
         weights = weights_of(placement, seat)
         experts = GroupExperts(weights, seat, lambda: None)
-        exchange = Exchange(node, seat, 1, EPOCH, seats, shape)
+        region = Region(node, seat, 1, len(seats), shape, newcomer=False)
+        own = region.enter(EPOCH, len(seats), lambda: False) if len(seats) > 1 else None
+        exchange = Exchange(region, EPOCH, seats, own)
         try:
             barrier.wait(60)
             exchange.connect(
@@ -136,6 +138,7 @@ def spread(board: Board, placement: Placement, idle: int | None = None) -> dict[
         finally:
             barrier.wait(60)
             exchange.close()
+            region.close()
 
     return in_threads(seats, work)
 
@@ -178,8 +181,10 @@ def test_a_moved_epoch_ends_every_wait(board: Board) -> None:
     weights = weights_of(layout, 0)
     experts = GroupExperts(weights, 0, lambda: None)
     shape = Shape(80 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
-    with_peer = Exchange(node, 1, 1, EPOCH, [0, 1], shape)
-    exchange = Exchange(node, 0, 1, EPOCH, [0, 1], shape)
+    regions = [Region(node, seat, 1, 2, shape, newcomer=False) for seat in (0, 1)]
+    exchange, with_peer = (
+        Exchange(region, EPOCH, [0, 1], region.enter(EPOCH, 2, lambda: False)) for region in regions
+    )
     exchange.connect(Group(board, 0, [0, 1], EPOCH, lambda: None), {0: 1, 1: 1})
     experts.enter_epoch(layout, exchange)
     ended = threading.Event()
@@ -197,3 +202,5 @@ def test_a_moved_epoch_ends_every_wait(board: Board) -> None:
     thread.join()
     exchange.close()
     with_peer.close()
+    for region in regions:
+        region.close()

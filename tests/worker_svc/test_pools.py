@@ -49,3 +49,10 @@ def test_too_little_names_both_numbers() -> None:
 
 def test_a_number_of_blocks_given_is_taken() -> None:
     assert pool_sizes(LAYOUT, config(num_blocks=5)).num_blocks == 5
+
+
+def test_a_replacement_gets_as_many_blocks_as_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little is free just then: its arena says what is missing."""
+    monkeypatch.setattr(pools, "available_bytes", lambda: 0)
+    assert pool_sizes(LAYOUT, config(), before=7).num_blocks == 7
+    assert pool_sizes(LAYOUT, config(num_blocks=5), before=7).num_blocks == 5

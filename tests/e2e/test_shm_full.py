@@ -1,0 +1,101 @@
+"""/dev/shm is full, and a rank falls: the others serve on, and it comes back once there is room.
+
+The node has a /dev/shm of its own, which something greedy fills to the last page and keeps filled.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from e2e.node import PHALANX, Node, wait_for
+from phalanx.protocol.messages import Sampling
+from phalanx.services.client import Spec
+
+pytestmark = pytest.mark.process
+
+_MOUNT = 'mount -t tmpfs -o size=200m tmpfs /dev/shm && exec "$@"'
+_ALONE = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",))]
+_SPECS = [Spec("Once upon a time", Sampling(seed=seed, max_tokens=40)) for seed in range(6)]
+
+
+class Greedy:
+    """Takes whatever is free there, for good."""
+
+    def __init__(self, shm: Path) -> None:
+        self._path, self._over = shm / "greedy", threading.Event()
+        self._thread = threading.Thread(target=self._fill)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._path.unlink()
+
+    def _fill(self) -> None:
+        at = 0
+        with self._path.open("wb", buffering=0) as file:
+            while not self._over.wait(0.002):
+                for size in (64 << 10, 4 << 10):
+                    with contextlib.suppress(OSError):
+                        while True:
+                            os.posix_fallocate(file.fileno(), at, size)
+                            at += size
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    if subprocess.run([*_ALONE, "sh", "-c", _MOUNT, "sh", "true"], check=False).returncode != 0:
+        pytest.skip("no mount namespaces here")
+    node = Node(Path(tempfile.mkdtemp(prefix="phe2e")))
+    config = node.run_dir / "few-blocks.json"
+    config.write_text(json.dumps({"worker": {"num_blocks": 200}}))
+    up = [*PHALANX, "up", "--ranks", "3", "--detach", "--config", config, "--run-dir", node.run_dir]
+    subprocess.run([*_ALONE, "sh", "-c", _MOUNT, "sh", *up], check=True, stdout=subprocess.DEVNULL)
+    yield node
+    subprocess.run([*PHALANX, "down", "--run-dir", node.run_dir, "--timeout", "1"], check=False)
+    print((node.run_dir / "logs" / "supervisor.log").read_text()[-8000:])
+    shutil.rmtree(node.run_dir, ignore_errors=True)
+
+
+def reasons(node: Node) -> str:
+    return next(p.detail for p in node.look().processes if p.name == "supervisor")
+
+
+def test_ranks_that_fall_wait_for_room_and_the_others_serve(node: Node) -> None:
+    pids = node.pids()
+    before = node.run(_SPECS)
+
+    def fall() -> None:
+        os.kill(pids["worker-1"], signal.SIGKILL)
+
+    with Greedy(Path(f"/proc/{pids['supervisor']}/root/dev/shm")):
+        assert node.run(_SPECS, fall) == before
+        wait_for(lambda: "worker-1 is down: no room" in reasons(node), 120, "said so")
+        told = reasons(node)
+        assert "no room in shared memory: /dev/shm has 0 MiB free, arena" in told
+        assert "needs 4 MiB" in told and "free some space" in told and "the next time in" in told
+        now = node.pids()
+        survivors = ("worker-0", "worker-2", "scheduler-0", "scheduler-2", "gateway")
+        assert {n: now[n] for n in survivors} == {n: pids[n] for n in survivors}
+        # A rank that runs loses its scheduler: its streams go on with the last one.
+        assert node.run(_SPECS, lambda: os.kill(pids["scheduler-0"], signal.SIGKILL)) == before
+        wait_for(lambda: "scheduler-0 is down: no room" in reasons(node), 120, "said so")
+    node.wait_healthy(180)
+    assert {r.slot: r.incarnation for r in node.look().ranks if r.slot != 1} == {0: 1, 2: 1}
+    (history,) = node("epochs")
+    assert [record["survivors"] for record in history] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert "starts in vain: no room in shared memory: /dev/shm has" in history[-1]["cause"]
+    assert node.run(_SPECS) == before
