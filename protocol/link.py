@@ -8,7 +8,9 @@ A peer whose identity has a `#` in it seals its frames: the last four bytes are 
 flipped bits change no token. Our own programs all do this; a client need not.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from zlib import crc32
 
 import zmq
@@ -20,6 +22,8 @@ SEAL_BYTES = 4
 damaged = 0  # frames that came to this process with a broken seal
 
 _context = zmq.Context()
+_IPC = "ipc://"
+_bound: "list[tuple[zmq.Socket[bytes], str]]" = []  # what this process binds at a path
 
 
 class Peer(zmq.Socket[bytes]):
@@ -37,7 +41,31 @@ def bind_router(endpoint: str, max_message_bytes: int) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     socket.bind(endpoint)
+    if endpoint.startswith(_IPC):
+        _bound.append((socket, endpoint))
     return socket
+
+
+def bind_anew() -> list[tuple[Path, str]]:
+    """Bind those sockets of this process again whose file somebody has deleted, so that new peers find
+    them. Who is connected stays so.
+
+    Returns:
+        (path, empty, or why it could not be bound) of each that was gone.
+    """
+    gone: list[tuple[Path, str]] = []
+    _bound[:] = [entry for entry in _bound if not entry[0].closed]
+    for socket, endpoint in _bound:
+        name = endpoint.removeprefix(_IPC)
+        if os.path.exists(name):
+            continue
+        path = Path(name)
+        try:
+            socket.bind(endpoint)
+            gone.append((path, ""))
+        except zmq.ZMQError as error:  # the directory is gone, too
+            gone.append((path, str(error)))
+    return gone
 
 
 def connect_dealer(

@@ -1,5 +1,6 @@
 """The run directory: sockets, journal, logs and pid files of one node, mode 0700."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -51,6 +52,16 @@ def prepare(run_dir: Path) -> Path:
 def endpoint(run_dir: Path, socket: str) -> str:
     """The ZeroMQ address of one of the node's sockets."""
     return f"ipc://{run_dir / socket}"
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a supervisor holds the node's lock."""
+    try:
+        with (run_dir / LOCK_FILE).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def write_plan(run_dir: Path, seat: int, plan: list[tuple[str, str]]) -> None:

@@ -31,6 +31,7 @@ from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint
 Socket = zmq.Socket[bytes]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_FILES_NS = 200_000_000  # between two looks whether our sockets' files are there
 _MESSAGES_PER_TURN = 256  # so that a flood on one socket starves neither heartbeat nor stop
 
 
@@ -50,6 +51,7 @@ class Service:
     _unheard: bytes = b""  # our Ready, until the supervisor has it
     _say_again_ns: int = 0
     _damaged: int = 0  # frames with a broken seal that were told of
+    _files_ns: int = 0  # when to look at our sockets' files
 
     @property
     def run_dir(self) -> Path:
@@ -60,6 +62,10 @@ class Service:
         self.row.beat(now_ns)
         if self._unheard:
             self._say_ready(now_ns)
+        if now_ns >= self._files_ns:
+            self._files_ns = now_ns + _FILES_NS
+            for path, error in link.bind_anew():
+                self.log.warning("socket was deleted", path=str(path), error=error or "bound anew")
         if link.damaged != self._damaged:
             self.log.warning("damaged messages dropped", count=link.damaged - self._damaged)
             self._damaged = link.damaged

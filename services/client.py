@@ -35,7 +35,7 @@ from phalanx.protocol.messages import (
     StatsReply,
     Usage,
 )
-from phalanx.protocol.rundir import CLIENT_SOCKET, endpoint
+from phalanx.protocol.rundir import CLIENT_SOCKET, endpoint, is_running
 from phalanx.services.client_core import Asking, ClientCore, Question
 from phalanx.services.client_flow import (
     Begun,
@@ -132,8 +132,9 @@ class Client:
     """
 
     def __init__(self, run_dir: Path | str | None = None, *, silence_s: float = SILENCE_S) -> None:
-        self._socket = connect(Path(run_dir) if run_dir else default_run_dir())
-        self._core = ClientCore(token_hex, _ns(silence_s))
+        path = Path(run_dir) if run_dir else default_run_dir()
+        self._socket = connect(path)
+        self._core = ClientCore(token_hex, _ns(silence_s), str(path / CLIENT_SOCKET))
 
     def generate(
         self,
@@ -315,8 +316,8 @@ class Client:
 
 
 def connect(run_dir: Path) -> "zmq.Socket[bytes]":
-    """Raises NoNode."""
-    if not (run_dir / CLIENT_SOCKET).exists():
+    """Raises NoNode. The socket's file may be away for a moment: a gateway starts, or finds it deleted."""
+    if not (run_dir / CLIENT_SOCKET).exists() and not is_running(run_dir):
         raise NoNode(f"no node is running in {run_dir}: start one with `phalanx up`")
     # A name of its own lets this client be recognised when its connection is made anew; with a `#` in
     # it, damaged frames are found out (`protocol/link.py`).

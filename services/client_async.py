@@ -24,6 +24,7 @@ from phalanx.protocol.messages import (
     Stats,
     StatsReply,
 )
+from phalanx.protocol.rundir import CLIENT_SOCKET
 from phalanx.services.client import (
     ANSWER_S,
     REPLAY_S,
@@ -125,8 +126,9 @@ class AsyncClient:
     """See `client.Client`. Use it in one event loop, with `async with` or `close`."""
 
     def __init__(self, run_dir: Path | str | None = None, *, silence_s: float = SILENCE_S) -> None:
-        self._socket = connect(Path(run_dir) if run_dir else default_run_dir())
-        self._core = ClientCore(token_hex, int(silence_s * 1e9))
+        path = Path(run_dir) if run_dir else default_run_dir()
+        self._socket = connect(path)
+        self._core = ClientCore(token_hex, int(silence_s * 1e9), str(path / CLIENT_SOCKET))
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

@@ -80,11 +80,12 @@ class ClientCore:
     Args:
         draw_key: Draws an idempotency key nobody else draws.
         silence_ns: With something open and nothing heard for this long, everything open fails.
+        where: The gateway's socket, for people.
     """
 
-    def __init__(self, draw_key: Callable[[], str], silence_ns: int) -> None:
+    def __init__(self, draw_key: Callable[[], str], silence_ns: int, where: str = "") -> None:
         self._draw_key = draw_key
-        self._silence_ns = silence_ns
+        self._silence_ns, self._where = silence_ns, where
         self._decoder = Decoder[ClientReply](ClientReply)
         self._last_call = 0
         self._flows: dict[int, Flow] = {}  # by each call that is about it
@@ -224,7 +225,8 @@ class ClientCore:
         if self._heard_ns is not None and now_ns - self._heard_ns >= self._silence_ns:
             silent_s = (now_ns - self._heard_ns) / 1e9
             for flow in list(self._open.values()):
-                self._fail(flow, GatewaySilent(f"the gateway was silent for {silent_s:.1f} s"))
+                text = f"the gateway at {self._where} was silent for {silent_s:.1f} s"
+                self._fail(flow, GatewaySilent(text))
 
     def _quiet(self, now_ns: int) -> tuple[str, ...]:
         flows = (

@@ -1,6 +1,5 @@
 """Questions to a running node's supervisor, and whether there is a node at all."""
 
-import fcntl
 import time
 from pathlib import Path
 from secrets import token_hex
@@ -22,7 +21,7 @@ from phalanx.protocol.messages import (
     Shutdown,
     StatusQuery,
 )
-from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, endpoint
+from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint, is_running
 
 R = TypeVar("R")
 
@@ -51,18 +50,6 @@ def asker() -> str:
 def find_run_dir(run_dir: Path | None) -> Path:
     """The run directory of a command, made absolute."""
     return (run_dir or default_run_dir()).absolute()
-
-
-def is_running(run_dir: Path) -> bool:
-    """Whether a supervisor holds the node's lock."""
-    try:
-        with (run_dir / LOCK_FILE).open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def ask(
@@ -98,6 +85,8 @@ def ask(
                     return message
                 if isinstance(message, Error):
                     raise _ERRORS.get(message.code, PhalanxError)(message.message)
-        raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s")
+        path = run_dir / SUPERVISOR_SOCKET
+        gone = "" if path.exists() else f": its socket {path} is gone"
+        raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s{gone}")
     finally:
         socket.close()

@@ -32,6 +32,7 @@ from phalanx.supervisor.events import (
     BecameReady,
     ChangeAsked,
     Event,
+    FilesMissing,
     Finished,
     Inspect,
     Inspected,
@@ -87,6 +88,7 @@ class SupervisorCore:
         self.phases: list[PhaseTime] = []
         self.started_ns = 0
         self.scrubbed = Scrubbed()
+        self._files: tuple[str, ...] = ()
         self.ready_s = -1.0  # from the first tick to the first time that all was well
         self._ticked_ns = 0
         self._stage_ends_ns = 0
@@ -144,6 +146,9 @@ class SupervisorCore:
             case ScrubHeard(scrubbed):
                 self.scrubbed = scrubbed
                 return []
+            case FilesMissing(told):
+                self._files = told
+                return []
             case ChangeAsked():
                 return self.changes.ask(event, now_ns)
             case ShutdownAsked():
@@ -188,6 +193,9 @@ class SupervisorCore:
             told.append(Tell("healthy" if health[0] else "unhealthy", text="; ".join(reasons)))
             told += self._send_health()
         return told
+
+    def ready_names(self) -> set[str]:
+        return {name for name, p in self.processes.items() if p.stage is Stage.READY}
 
     @property
     def serving(self) -> bool:
@@ -370,7 +378,7 @@ class SupervisorCore:
 
     def reasons(self) -> list[str]:
         """Why the node is not healthy, naming processes; empty when it is."""
-        return self.missing() + [_told(finding) for finding in self.findings()]
+        return [*self.missing(), *self._files, *(_told(finding) for finding in self.findings())]
 
     def missing(self) -> list[str]:
         """What keeps the node from working as a whole."""

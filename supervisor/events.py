@@ -111,6 +111,14 @@ class ScrubHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class FilesMissing:
+    """What somebody has deleted from the run directory under the running node, for people; empty: nothing,
+    or it is there again."""
+
+    told: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeAsked:
     """Somebody wants another number of ranks, or processes replaced. Exactly one Reply follows."""
 
@@ -139,6 +147,7 @@ Event = (
     | AcksSeen
     | Stranded
     | ScrubHeard
+    | FilesMissing
     | ChangeAsked
     | ShutdownAsked
     | KillAsked

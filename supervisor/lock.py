@@ -51,24 +51,34 @@ class NodeLock:
                 " end them, or choose another --run-dir"
             )
         self.swept = clean(run_dir)
-        (run_dir / PID_FILE).write_text(f"{os.getpid()}\n")
+        self._write_pid()
+        # systemd-tmpfiles, which tidies /tmp, leaves a locked directory and everything in it alone.
+        self._directory_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        _try_lock(self._directory_fd, fcntl.LOCK_SH)
+
+    def _write_pid(self) -> None:
+        (self.run_dir / PID_FILE).write_text(f"{os.getpid()}\n")
+
+    def restore(self) -> bool:
+        """Make the lock's file anew when somebody deleted it: without it nobody sees that a node runs.
+        Returns whether that was so. Raises OSError when it cannot be made."""
+        path = self.run_dir / LOCK_FILE
+        if path.exists():
+            return False
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        if not _try_lock(fd):  # somebody else was quicker, and starts a node here
+            os.close(fd)
+            return False
+        os.close(self._fd)
+        self._fd = fd
+        self._write_pid()
+        return True
 
     def release(self) -> None:
+        os.close(self._directory_fd)
         (self.run_dir / PID_FILE).unlink(missing_ok=True)
         os.close(self.children_fd)
         os.close(self._fd)
-
-
-def running(run_dir: Path) -> bool:
-    """Whether a supervisor lives in this run directory."""
-    try:
-        fd = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return not _try_lock(fd, fcntl.LOCK_SH)
-    finally:
-        os.close(fd)
 
 
 def read_pid(run_dir: Path) -> int:

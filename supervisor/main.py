@@ -13,7 +13,7 @@ from types import FrameType
 
 import msgspec
 
-from phalanx.protocol import arena, faults, rundir
+from phalanx.protocol import arena, faults, link, rundir
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import NodeConfig
@@ -45,6 +45,7 @@ from phalanx.supervisor.events import (
     ChangeAsked,
     CountStranded,
     Event,
+    FilesMissing,
     Finished,
     Inspect,
     Inspected,
@@ -66,6 +67,7 @@ from phalanx.supervisor.events import (
     Sweep,
     Tell,
 )
+from phalanx.supervisor.files import Files
 from phalanx.supervisor.group import Placements
 from phalanx.supervisor.inject import SUPERVISOR, Injector, SetFaults
 from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
@@ -166,6 +168,8 @@ class Node:
         self._log = setup_logging(self._run_dir, "supervisor", 1, config.log_level)
         self._board = Board.create(config.node)
         self._core = SupervisorCore(table, placements)
+        self._lock, self._files = lock, Files(self._run_dir)
+        self._files_missing: tuple[str, ...] = ()
         self._spawner = Spawner(self._run_dir, lock.children_fd)
         endpoint = rundir.endpoint(self._run_dir, rundir.SUPERVISOR_SOCKET)
         self._watch = Watch(endpoint, self._board, MESSAGE_BYTES_MAX)
@@ -204,6 +208,7 @@ class Node:
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:
                     self._events.extend(self._watch.observe())
                     observed_ns = now_ns
+                    self._look_at_files()
                     if self._weights is not None:
                         self._weights.look()
                 self._handle_events()
@@ -215,6 +220,22 @@ class Node:
             return self._end(self._finished)
         finally:
             restore()
+
+    def _look_at_files(self) -> None:
+        """Somebody may tidy the directory of the sockets. Whoever owns one binds it anew; so do we."""
+        if not (self._core.serving and (self._files.changed() or self._files_missing)):
+            return
+        for path, error in link.bind_anew():
+            self._log.warning("socket was deleted", path=str(path), error=error or "bound anew")
+        try:
+            if self._lock.restore():
+                self._log.warning("the node's lock was deleted", error="made anew")
+        except OSError:
+            pass  # the directory is gone: that is told below
+        missing = self._files.missing(self._core.ready_names())
+        if missing != self._files_missing:
+            self._files_missing = missing
+            self._events.append(FilesMissing(missing))
 
     # ------------------------------------------------------------ what happens
 

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from phalanx.protocol.arena import SHM
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.rundir import prepare
-from phalanx.supervisor.ask import find_run_dir, is_running
+from phalanx.protocol.rundir import is_running, prepare
+from phalanx.supervisor.ask import find_run_dir
 from phalanx.supervisor.commands.common import (
     console,
     finish,

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError, Refused
 from phalanx.protocol.messages import Delta, Usage
-from phalanx.protocol.rundir import CLIENT_SOCKET
+from phalanx.protocol.rundir import CLIENT_SOCKET, is_running
 from phalanx.services.client import Client, RequestTimeout, Result, Spec, Stream
-from phalanx.supervisor.ask import NoNode, find_run_dir, is_running
+from phalanx.supervisor.ask import NoNode, find_run_dir
 from phalanx.supervisor.commands.common import (
     check_seconds,
     console,

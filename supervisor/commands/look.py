@@ -23,8 +23,8 @@ from phalanx.protocol.messages import (
     PlanReply,
     PlanShow,
 )
-from phalanx.protocol.rundir import EPLB_SOCKET, KVSTORE_SOCKET, LOG_DIR, endpoint
-from phalanx.supervisor.ask import NoAnswer, NoNode, asker, find_run_dir, is_running
+from phalanx.protocol.rundir import EPLB_SOCKET, KVSTORE_SOCKET, LOG_DIR, endpoint, is_running
+from phalanx.supervisor.ask import NoAnswer, NoNode, asker, find_run_dir
 from phalanx.supervisor.commands.common import (
     console,
     errors,

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import click
 
+from phalanx.protocol.rundir import is_running
 from phalanx.services.metrics import exposition
-from phalanx.supervisor.ask import NoNode, find_run_dir, is_running
+from phalanx.supervisor.ask import NoNode, find_run_dir
 from phalanx.supervisor.commands.common import run_dir_option
 
 

@@ -20,9 +20,9 @@ from phalanx.protocol.config import NodeConfig, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS
 from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
-from phalanx.protocol.rundir import LOG_DIR, prepare
+from phalanx.protocol.rundir import LOG_DIR, is_running, prepare
 from phalanx.services.http.address import read_address, url
-from phalanx.supervisor.ask import NoAnswer, NoNode, ask, find_run_dir, is_running
+from phalanx.supervisor.ask import NoAnswer, NoNode, ask, find_run_dir
 from phalanx.supervisor.commands.common import (
     check_seconds,
     console,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.protocol.arena import names
-from phalanx.supervisor.ask import is_running
+from phalanx.protocol.rundir import is_running
 
 PHALANX = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
 _WAIT_S = 60.0

@@ -28,6 +28,7 @@ from phalanx.supervisor.events import (
     Action,
     BecameReady,
     Event,
+    FilesMissing,
     Finished,
     Inspect,
     Inspected,
@@ -695,3 +696,17 @@ def test_the_second_request_shortens_the_drain() -> None:
 def test_ends_are_described_for_people(code: int, text: str) -> None:
     assert describe_end(code, "") == text
     assert describe_end(code, "why") == f"{text}: why"
+
+
+def test_deleted_files_are_told_until_they_are_back() -> None:
+    story = running()
+    assert story.core.reasons() == []
+    story.feed(FilesMissing(("x.sock is gone",)))
+    assert story.core.reasons() == ["x.sock is gone"] and story.core.missing() == []
+    assert any(
+        not update.message.healthy
+        for update in story.take(Send)
+        if isinstance(update.message, HealthUpdate)
+    )
+    story.feed(FilesMissing(()))
+    assert story.core.reasons() == []

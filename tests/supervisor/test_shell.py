@@ -25,7 +25,8 @@ from phalanx.protocol.messages import (
     Scaled,
     Shutdown,
 )
-from phalanx.supervisor.lock import FAILED_FILE, running
+from phalanx.protocol.rundir import is_running
+from phalanx.supervisor.lock import FAILED_FILE
 
 pytestmark = pytest.mark.process
 
@@ -55,7 +56,7 @@ def assert_nothing_left(node: TestNode) -> None:
     assert arena.names(node.run_dir.name) == []
     assert node.children() == []
     assert list(node.run_dir.glob("*.sock")) == []
-    assert not running(node.run_dir)
+    assert not is_running(node.run_dir)
 
 
 def test_start_and_stop_leave_nothing(node: TestNode) -> None:

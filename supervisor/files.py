@@ -1,0 +1,71 @@
+"""What must stay in the run directory while the node runs, and what is missing of it."""
+
+import os
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from phalanx.protocol.rundir import (
+    BUS_SOCKET,
+    CLIENT_SOCKET,
+    EPLB_SOCKET,
+    JOURNAL_FILE,
+    KVSTORE_SOCKET,
+    SUPERVISOR_SOCKET,
+)
+
+_FRESH_NS = 1_000_000_000
+_OWNERS = {
+    CLIENT_SOCKET: "gateway",
+    BUS_SOCKET: "gateway",
+    JOURNAL_FILE: "gateway",
+    KVSTORE_SOCKET: "kvstore",
+    EPLB_SOCKET: "eplb",
+    SUPERVISOR_SOCKET: "supervisor",
+}
+
+
+class Files:
+    """Knows which files were there, and so can miss them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._seen: set[str] = set()
+        self._mtime_ns = -1
+
+    def changed(self) -> bool:
+        """Whether anything may have come or gone since this was asked last. It costs one system call."""
+        try:
+            mtime_ns = os.stat(self._run_dir).st_mtime_ns
+        except OSError:
+            return True
+        before, self._mtime_ns = self._mtime_ns, mtime_ns
+        # The clock of files is coarse: two changes in a row may leave one time.
+        return mtime_ns != before or time.time_ns() - mtime_ns < _FRESH_NS
+
+    def missing(self, ready: Collection[str]) -> tuple[str, ...]:
+        """What somebody deleted, for people. `ready` are the processes that are: others make theirs."""
+        if not self._run_dir.is_dir():
+            told = (
+                f"the run directory {self._run_dir} is gone, and nobody can reach the node: end it"
+                f" (kill {os.getpid()}) and start another"
+            )
+            return (told,)
+        return tuple(
+            self._told(name) for name, owner in _OWNERS.items() if self._lacks(name, owner, ready)
+        )
+
+    def _lacks(self, name: str, owner: str, ready: Collection[str]) -> bool:
+        if (self._run_dir / name).exists():
+            self._seen.add(name)
+            return False
+        return name in self._seen and owner in (*ready, "supervisor")
+
+    def _told(self, name: str) -> str:
+        path = self._run_dir / name
+        if name == JOURNAL_FILE:
+            return (
+                f"{path} is gone: requests would not survive the gateway; let them end, then"
+                " `phalanx restart gateway`"
+            )
+        return f"{path} is gone: {_OWNERS[name]} binds it anew"

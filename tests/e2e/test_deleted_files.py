@@ -1,0 +1,101 @@
+"""Somebody tidies the run directory under a running node: sockets come back, and streams go on."""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from e2e.node import Node, wait_for
+from phalanx.protocol.messages import Sampling
+from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, is_running
+from phalanx.services.client import Client, Spec
+from phalanx.supervisor.ask import NoAnswer
+
+pytestmark = pytest.mark.process
+
+SPECS = [Spec("The sea", Sampling(seed=seed, max_tokens=400, ignore_eos=True)) for seed in range(8)]
+
+
+@pytest.fixture(scope="module")
+def quick(start_node: Callable[..., Node]) -> Node:
+    return start_node(2, "--inject", "--device", "null")
+
+
+def test_deleted_sockets_come_back_and_no_stream_notices(quick: Node) -> None:
+    before = quick.run(SPECS)
+    sockets = sorted(path.name for path in quick.run_dir.glob("*.sock"))
+    assert len(sockets) == 5
+    told: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        with Client(quick.run_dir) as client:
+            while not over.wait(0.01):
+                told.extend(client.health().reasons)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+
+    def tidy() -> None:
+        for _ in range(3):
+            for path in quick.run_dir.glob("*.sock"):
+                path.unlink()
+            # New clients need not wait for the file: whoever connects is served once it is there.
+            with Client(quick.run_dir) as late:
+                assert late.generate(SPECS[0], timeout=60).results()[0].token_ids == before[0, 0][1]
+            wait_for(lambda: len(list(quick.run_dir.glob("*.sock"))) == 5, 10, "all bound anew")
+
+    try:
+        assert quick.run(SPECS, tidy) == before
+    finally:
+        over.set()
+        thread.join()
+    quick.wait_healthy()
+    assert {f"{quick.run_dir}/kvstore.sock is gone: kvstore binds it anew"} <= set(told)
+    assert {p.incarnation for p in quick.look().processes} == {1}, "nobody was started again"
+    # Who starts now finds them, too.
+    for process in ("tokenizer-0", "scheduler-1", "worker-1"):
+        quick.inject("kill", process)
+    quick.wait_healthy()
+    assert quick.run(SPECS) == before
+
+
+def test_a_deleted_lock_comes_back(quick: Node) -> None:
+    (quick.run_dir / LOCK_FILE).unlink()
+    wait_for(lambda: is_running(quick.run_dir), 10, "locked again")
+    assert quick.look().healthy
+    quick("up", "--ranks", 1, code=4)
+
+
+def test_a_question_that_nobody_answers_names_the_socket_that_is_gone(
+    quick: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, pid = quick.run_dir / SUPERVISOR_SOCKET, quick.pids()["supervisor"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        path.unlink()
+        monkeypatch.setattr("phalanx.testing.node._ANSWER_S", 0.5)
+        with pytest.raises(NoAnswer, match=f"its socket {path} is gone"):
+            quick.look()
+        monkeypatch.undo()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(path.exists, 20, "bound anew")
+    quick.wait_healthy()
+
+
+def test_a_journal_that_was_deleted_is_told(quick: Node) -> None:
+    journal = quick.run_dir / "journal.sqlite"
+    journal.unlink()
+
+    def reasons() -> str:
+        return next(p.detail for p in quick.look().processes if p.name == "supervisor")
+
+    wait_for(lambda: f"{journal} is gone" in reasons(), 10, "told")
+    answer: list[Any] = quick("restart", "gateway")
+    assert answer[0]["restarted"]
+    quick.wait_healthy()
+    assert journal.exists()
