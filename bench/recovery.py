@@ -1,51 +1,57 @@
-"""Workers of a private node are killed under load: how long streams stand still, where that time goes, and
+"""Processes of a private node are killed under load: how long streams stand still, where that time goes, and
 whether a token changed.
 
-The load is one round of streams for each kill, and one without. The clock is CLOCK_MONOTONIC; when the
-group stopped and ran again is read from the epoch word in shared memory, every quarter of a millisecond.
-A gap is the longest time between two deliveries of one sequence from the kill until the group stops for the
-rejoin, less the median of that sequence's gaps in the round: other prompts that are computed meanwhile count.
-A pause is the same for the one gap in which the group was stopped.
+The load is one round of streams for each fault, and one without in each node. The clock is CLOCK_MONOTONIC;
+when the group stopped and ran again is read from the epoch word in shared memory, every quarter of a
+millisecond. A gap is the longest time between two deliveries of one sequence from the fault until the group
+stops for the rejoin (or, when the victim is no worker, until its successor is ready), less the median of that
+sequence's gaps in the round: other prompts that are computed meanwhile count. A pause is the same for the one
+gap in which the group was stopped.
 """
 
 import asyncio
 import os
 import random
-import signal
 import threading
-import time
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from phalanx.bench.recovery_fault import Fault, open_to, status, strike
 from phalanx.bench.recovery_load import Load, Played, Sequence, play, requests
-from phalanx.bench.recovery_watch import Change, EpochWatch
-from phalanx.protocol.config import NodeConfig, WorkerConfig, node_name
+from phalanx.protocol.config import NodeConfig, WorkerConfig
 from phalanx.protocol.errors import PhalanxError
-from phalanx.protocol.messages import EpochRecord, StatusQuery, StatusReply
-from phalanx.protocol.queues import read_queues
-from phalanx.supervisor.ask import ask
+from phalanx.protocol.messages import EpochRecord
 from phalanx.supervisor.commands.node import private_node
 
 _MS = 1e6
-_DEADLINE_S = 120.0
-_POLL_S = 0.02
-_ANSWER_S = 30.0
 _ENDS = (RuntimeError, PhalanxError, OSError, KeyboardInterrupt)
 
 
 @dataclass
-class Kill:
-    """One kill and what followed, times in ns."""
+class Gaps:
+    """What the faults of one kind of process cost, in ms."""
 
-    killed_ns: int
-    seat: int
-    moved: set[tuple[str, int]]  # (request id, index) of what ran on the killed rank
-    loss: Change
-    rejoin: Change | None  # None: it was back before the others ran again
-    whole_ns: int  # when all ranks ran again
-    pool_used: float  # the fullest rank's share of KV blocks in use, when it came
+    faults: int = 0
+    survivors: list[float] = field(default_factory=list[float])
+    moved: list[float] = field(default_factory=list[float])  # what ran on the victim's rank
+    begun: list[float] = field(default_factory=list[float])  # see `_begun`
+    whole: list[float] = field(default_factory=list[float])
+
+    def row(self, victim: str) -> dict[str, Any]:
+        return {
+            "victim": victim,
+            "faults": self.faults,
+            "survivors_gap_ms_p50": _p50(self.survivors),
+            "survivors_gap_ms_max": _most(self.survivors),
+            "moved_gap_ms_p50": _p50(self.moved),
+            "moved_gap_ms_max": _most(self.moved),
+            "begun_ms_p50": _p50(self.begun),
+            "begun_ms_max": _most(self.begun),
+            "whole_ms_p50": _p50(self.whole),
+        }
 
 
 @dataclass
@@ -53,8 +59,7 @@ class Figures:
     """What the rounds add up to, in ms."""
 
     phases: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    survivors: list[float] = field(default_factory=list[float])
-    moved: list[float] = field(default_factory=list[float])
+    gaps: dict[str, Gaps] = field(default_factory=dict[str, Gaps])  # by the victim's kind
     rejoin: list[float] = field(default_factory=list[float])
     pool_used: list[float] = field(default_factory=list[float])
     pauses: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
@@ -62,8 +67,11 @@ class Figures:
     lost: int = 0
     compared: int = 0
     fault_free: list[float] = field(default_factory=list[float])  # longest gaps of the calm round
-    epochs: tuple[EpochRecord, ...] = ()
+    losses: list[EpochRecord] = field(default_factory=list[EpochRecord])
     failed: str = ""  # why it ended early; the figures are of what was done
+
+    def all(self, which: str) -> list[float]:
+        return [ms for gaps in self.gaps.values() for ms in getattr(gaps, which)]
 
     def note(self, phase: str, ns: float) -> None:
         self.phases.setdefault(phase, []).append(ns / _MS)
@@ -76,35 +84,46 @@ def run(
     model: str = "random-tiny",
     seed: int = 1,
     blocks: int = 0,
+    victims: Many[str] = ("worker",),
+    how: str = "kill",
 ) -> dict[str, Any]:
-    """The fields of `phalanx bench recovery` (docs/cli.md). `blocks`: of each rank's pool; 0: plenty."""
+    """The fields of `phalanx bench recovery` (docs/cli.md).
+
+    Args:
+        blocks: of each rank's pool; 0: plenty.
+        victims: `kinds of processes`, which take turns.
+        how: `recovery_fault.SIGNALS`.
+    """
     figures = Figures()
     config = NodeConfig(worker=WorkerConfig(num_blocks=blocks))
+    measure = _Measure([victims[at % len(victims)] for at in range(kills)], streams, seed, how)
     try:
-        with private_node(model, ranks, base=config) as (node, _):
-            try:
-                asyncio.run(_measure(node.run_path, ranks, kills, streams, seed, figures))
-            except _ENDS as error:
-                figures.failed = _said(error)
-            figures.epochs = _status(node.run_path).epochs
+        while measure.todo and not figures.failed:
+            with private_node(model, ranks, base=config) as (node, _):
+                try:
+                    asyncio.run(measure.node(node, figures))
+                except _ENDS as error:
+                    figures.failed = _said(error)
+                records = status(node.run_path).epochs
+                figures.losses += [r for r in records if "joined" not in r.cause][1:]
     except _ENDS as error:
         figures.failed = figures.failed or _said(error)
-    losses = [record for record in figures.epochs if "joined" not in record.cause][1:]
-    gaps = figures.survivors + figures.moved
+    survivors, moved = figures.all("survivors"), figures.all("moved")
     return {
         "failed": figures.failed,
         "detect_ms_p50": _p50(figures.phases.get("detect", [])),
-        "resume_ms_p50": _p50(gaps),
-        "resume_ms_max": _most(gaps),
-        "survivors_gap_ms_max": _most(figures.survivors),
-        "moved_gap_ms_max": _most(figures.moved),
+        "resume_ms_p50": _p50(survivors + moved),
+        "resume_ms_max": _most(survivors + moved),
+        "survivors_gap_ms_max": _most(survivors),
+        "moved_gap_ms_max": _most(moved),
         "rejoin_gap_ms_max": _most(figures.rejoin),
+        "rows": [gaps.row(victim) for victim, gaps in figures.gaps.items()],
         "pause_ms_p50": {name: _p50(values) for name, values in figures.pauses.items()},
         "pause_ms_max": {name: _most(values) for name, values in figures.pauses.items()},
         "phases_ms": {name: _p50(values) for name, values in figures.phases.items()},
         "phases_ms_max": {name: _most(values) for name, values in figures.phases.items()},
         "epochs_ms": {
-            name: _p50([getattr(record, name) for record in losses])
+            name: _p50([getattr(record, name) for record in figures.losses])
             for name in ("detected_ms", "resumed_ms")
         },
         "fault_free_gap_ms_max": _most(figures.fault_free),
@@ -112,8 +131,10 @@ def run(
         "tokens_changed": figures.changed,
         "streams_lost": figures.lost,
         "streams_compared": figures.compared,
-        "gaps_measured": {"survivors": len(figures.survivors), "moved": len(figures.moved)},
+        "gaps_measured": {"survivors": len(survivors), "moved": len(moved)},
         "kills": len(figures.pool_used),
+        "victims": list(victims),
+        "how": how,
         "ranks": ranks,
         "streams": streams,
         "blocks": blocks,
@@ -122,105 +143,96 @@ def run(
     }
 
 
-async def _measure(
-    run_dir: Path, ranks: int, kills: int, streams: int, seed: int, figures: Figures
-) -> None:
-    rng = random.Random(seed)
-    first = await play(run_dir, Load(requests(rng, streams)))
-    wanted = {(s.position, s.index): s for s in first.sequences}
-    if any(s.finish not in ("length", "stop") for s in first.sequences):
-        raise RuntimeError("the run without faults did not complete")
-    load = Load(requests(random.Random(seed), streams, wanted))
-    calm = await play(
-        run_dir, load
-    )  # what is predicted, too, and the caches as the rounds find them
-    _compare(calm, wanted, load, figures)
-    figures.fault_free = [
-        _gap(s, s.times[0], s.times[-1]) for s in calm.sequences if len(s.times) > 2
-    ]
-    whole_s = calm.first_round_s
-    for _ in range(kills):
-        load = Load(load.specs, going_on=True)
-        playing = asyncio.create_task(play(run_dir, load))
-        delay_s, over = rng.uniform(0.05, 0.8) * whole_s, threading.Event()
-        try:
-            kill = await asyncio.to_thread(_kill, run_dir, ranks, delay_s, rng, over)
-        finally:
-            load.going_on = False
-            over.set()
-        result = await playing
-        _compare(result, wanted, load, figures)
-        _account(kill, result.sequences, figures)
+class _Measure:
+    """The faults that are to be made, in one node after another (`recovery_fault.open_to` says why)."""
 
+    def __init__(self, todo: list[str], streams: int, seed: int, how: str) -> None:
+        self.todo = todo  # kinds of victims
+        self._streams, self._seed, self._how = streams, seed, how
+        self._rng = random.Random(seed)
+        self._wanted: dict[tuple[int, int], Sequence] = {}
 
-def _workers(run_dir: Path) -> dict[int, int]:
-    """Seat -> pid of the workers."""
-    rows = [p for p in _status(run_dir).processes if p.name.startswith("worker-")]
-    return {int(p.name.removeprefix("worker-")): p.pid for p in rows}
-
-
-def _kill(
-    run_dir: Path, ranks: int, delay_s: float, rng: random.Random, over: threading.Event
-) -> Kill:
-    """Kill one worker after a while and watch until all ranks are members again, or it is `over`."""
-    node = node_name(run_dir)
-    with EpochWatch(node) as watch:
-        over.wait(delay_s)
-        pids = _workers(run_dir)
-        seat = rng.choice(sorted(pids))
-        queues = read_queues(node)
-        held = queues["requests"]
-        moved = {(r["request_id"], r["index"]) for r in held if r["slot"] == seat}
-        used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
-        killed_ns = time.monotonic_ns()
-        os.kill(pids[seat], signal.SIGKILL)
-        deadline = time.monotonic() + _DEADLINE_S
-        while not (changes := watch.changes(killed_ns)) or watch.members() < ranks:
-            if time.monotonic() > deadline or over.is_set():
-                said = f"{len(changes)} changes, {watch.members()} of {ranks} ranks run"
-                raise RuntimeError(
-                    f"worker-{seat} was killed; within {_DEADLINE_S:g} s: {said}; {_state(run_dir)}"
+    async def node(self, config: NodeConfig, figures: Figures) -> None:
+        """Make the faults that this node can still take."""
+        load = await self._record(config.run_path, figures)
+        calm = await play(config.run_path, load)  # also the caches are as the rounds find them
+        _compare(calm, self._wanted, load, figures)
+        figures.fault_free += [
+            _gap(s, s.times[0], s.times[-1]) for s in calm.sequences if len(s.times) > 2
+        ]
+        whole_s = calm.first_round_s
+        spent: set[str] = set()
+        while self.todo and (victims := open_to(config.run_path, self.todo[0], spent)):
+            load = Load(load.specs, going_on=True)
+            playing = asyncio.create_task(play(config.run_path, load))
+            delay_s, over = self._rng.uniform(0.05, 0.8) * whole_s, threading.Event()
+            try:
+                name, fault = await asyncio.to_thread(
+                    strike, config, victims, self._how, delay_s, self._rng, over
                 )
-            time.sleep(_POLL_S)
-        over.wait(0.5)  # streams go on in the whole group
-        changes = watch.changes(killed_ns)
-    loss, rejoin = changes[0], changes[1] if len(changes) > 1 else None
-    return Kill(killed_ns, seat, moved, loss, rejoin, changes[-1].even_ns, used)
+            finally:
+                load.going_on = False
+                over.set()
+            result = await playing
+            spent.add(name)
+            del self.todo[0]
+            _compare(result, self._wanted, load, figures)
+            _account(fault, result.sequences, figures)
+
+    async def _record(self, run_dir: Path, figures: Figures) -> Load:
+        """Once, what every sequence is without faults; the load of the rounds."""
+        if not self._wanted:
+            first = await play(run_dir, Load(requests(random.Random(self._seed), self._streams)))
+            if any(s.finish not in ("length", "stop") for s in first.sequences):
+                raise RuntimeError("the run without faults did not complete")
+            self._wanted = {(s.position, s.index): s for s in first.sequences}
+        return Load(requests(random.Random(self._seed), self._streams, self._wanted))
 
 
-def _state(run_dir: Path) -> str:
-    """What the node says of itself, for whoever has to find out why it does not go on."""
-    status = _status(run_dir)
-    out = [f"{p.name} is {p.state}" for p in status.processes if p.state != "ready"]
-    return "; ".join([*out, *(f"epoch {e.epoch}: {e.cause}" for e in status.epochs[-4:])])
-
-
-def _status(run_dir: Path) -> StatusReply:
-    return ask(run_dir, StatusQuery(1), StatusReply, _ANSWER_S)
-
-
-def _account(kill: Kill, sequences: list[Sequence], figures: Figures) -> None:
-    loss, rejoin = kill.loss, kill.rejoin
-    figures.pool_used.append(kill.pool_used)
-    figures.note("detect", loss.odd_ns - kill.killed_ns)
-    figures.note("stop", loss.published_ns - loss.odd_ns)
-    figures.note("go", loss.even_ns - loss.published_ns)
-    figures.note("until_rejoined", kill.whole_ns - kill.killed_ns)
+def _account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
+    gaps = figures.gaps.setdefault(fault.victim, Gaps())
+    gaps.faults += 1
+    gaps.whole.append((fault.whole_ns - fault.struck_ns) / _MS)
+    gaps.begun += _begun(fault, sequences)
+    figures.pool_used.append(fault.pool_used)
+    loss = fault.changes[0] if fault.changes else None
+    rejoin = fault.changes[1] if len(fault.changes) > 1 else None
+    until_ns = rejoin.odd_ns if rejoin is not None else fault.whole_ns
+    if loss is not None:
+        figures.note("detect", loss.odd_ns - fault.struck_ns)
+        figures.note("stop", loss.published_ns - loss.odd_ns)
+        figures.note("go", loss.even_ns - loss.published_ns)
+        figures.note("until_rejoined", fault.whole_ns - fault.struck_ns)
     if rejoin is not None:
         figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
         figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
-    until_ns = rejoin.odd_ns if rejoin is not None else kill.whole_ns
     for sequence in sequences:
-        if sequence.spans(kill.killed_ns, loss.even_ns):
-            moved = (sequence.request_id, sequence.index) in kill.moved
-            gaps = figures.moved if moved else figures.survivors
-            gaps.append(_gap(sequence, kill.killed_ns, until_ns))
-            pause = _gap(sequence, kill.killed_ns, loss.even_ns)
-            figures.pauses.setdefault("moved" if moved else "survivors", []).append(pause)
-            after_ns = min(at for at in sequence.times if at >= loss.even_ns) - loss.even_ns
-            figures.note("moved_first_token" if moved else "survivor_first_token", after_ns)
+        moved = (sequence.request_id, sequence.index) in fault.moved
+        if sequence.spans(fault.struck_ns, loss.even_ns if loss else fault.struck_ns):
+            found = gaps.moved if moved else gaps.survivors
+            found.append(_gap(sequence, fault.struck_ns, until_ns))
+            if loss is not None:
+                _account_pause(sequence, fault.struck_ns, loss.even_ns, moved, figures)
         if rejoin is not None and sequence.spans(rejoin.odd_ns, rejoin.even_ns):
             figures.rejoin.append(_gap(sequence, rejoin.odd_ns, rejoin.even_ns))
+
+
+def _account_pause(
+    sequence: Sequence, struck_ns: int, even_ns: int, moved: bool, figures: Figures
+) -> None:
+    pause = _gap(sequence, struck_ns, even_ns)
+    figures.pauses.setdefault("moved" if moved else "survivors", []).append(pause)
+    after_ns = min(at for at in sequence.times if at >= even_ns) - even_ns
+    figures.note("moved_first_token" if moved else "survivor_first_token", after_ns)
+
+
+def _begun(fault: Fault, sequences: list[Sequence]) -> list[float]:
+    """How long requests waited for their first token that were sent from the fault until the node was whole."""
+    return [
+        (s.times[0] - s.sent_ns) / _MS
+        for s in sequences
+        if s.times and fault.struck_ns <= s.sent_ns <= fault.whole_ns
+    ]
 
 
 def _gap(sequence: Sequence, start_ns: int, end_ns: int) -> float:

@@ -23,6 +23,7 @@ class Sequence:
     position: int
     index: int
     request_id: str = ""
+    sent_ns: int = 0  # when it was asked for, CLOCK_MONOTONIC
     tokens: list[int] = field(default_factory=list[int])
     times: list[int] = field(default_factory=list[int])  # of each delivery, CLOCK_MONOTONIC ns
     finish: str = ""  # empty: it never ended
@@ -49,7 +50,8 @@ class Played:
 def requests(
     rng: random.Random, count: int, known: dict[tuple[int, int], Sequence] | None = None
 ) -> list[Spec]:
-    """`count` requests: every other prompt long; some n=2, penalties, stop strings, no seed.
+    """`count` requests: every other prompt long, some short ones text; some n=2, penalties, stop
+    strings, no seed.
 
     Args:
         known: what the sequences were, by (position, index): some requests predict it then.
@@ -70,7 +72,8 @@ def requests(
             stop=("zq", "\x00never") if position % 6 == 3 else (),
             predicted_token_ids=tuple(known[position, 0].tokens) if known and predicts else (),
         )
-        specs.append(Spec(tuple(prompt), sampling, n=2 if position % 5 == 4 else 1))
+        text = "".join(map(chr, prompt)) if position % 4 == 1 else tuple(prompt)
+        specs.append(Spec(text, sampling, n=2 if position % 5 == 4 else 1))
     return specs
 
 
@@ -92,7 +95,8 @@ async def play(run_dir: Path, load: Load) -> Played:
 
 async def _receive(client: AsyncClient, position: int, spec: Spec) -> list[Sequence]:
     """One request to its end; a sequence that does not come to one has no `finish`."""
-    found = [Sequence(position, index) for index in range(spec.n)]
+    sent_ns = time.monotonic_ns()
+    found = [Sequence(position, index, sent_ns=sent_ns) for index in range(spec.n)]
     stream = client.generate(spec, timeout=_TIMEOUT_S)
     try:
         async for event in stream:

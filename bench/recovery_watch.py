@@ -65,6 +65,10 @@ class EpochWatch:
         """Those that began after `since_ns` and are complete, up to now."""
         return changes_in(self._marks[:], since_ns)
 
+    def ready(self, index: int) -> int:
+        """The incarnation of this row's process that is ready; 0: none."""
+        return self._board.processes[index].ready_heard
+
     def members(self) -> int:
         """How many ranks run now; 0 while the group is stopped."""
         return members_of(self._board.topology(), self._board.epoch)

@@ -14,9 +14,10 @@ from typing import Any
 import click
 from rich.table import Table
 
-from phalanx.protocol.errors import ExitCode, PhalanxError
+from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.supervisor.commands.common import console, finish, json_option, print_json
 
+VICTIMS = ("worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb")
 KERNEL_PARTS = ("experts", "linear", "attention", "indexer", "fused", "sample")
 
 
@@ -152,17 +153,31 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 @click.option("--model", default="random-tiny")
 @click.option("--seed", default=1, help="Of prompts, moments and victims.")
 @click.option("--blocks", default=0, help="KV blocks of each rank, to see full pools; 0: plenty.")
+@click.option("--victim", default="worker", help=f"Who takes turns: {','.join(VICTIMS)}.")
+@click.option("--how", type=click.Choice(["kill", "stop"]), default="kill")
 @json_option
 def recovery(
-    kills: int, ranks: int, streams: int, model: str, seed: int, blocks: int, as_json: bool
+    kills: int,
+    ranks: int,
+    streams: int,
+    model: str,
+    seed: int,
+    blocks: int,
+    victim: str,
+    how: str,
+    as_json: bool,
 ) -> None:
-    """Kill workers under load: how long streams stand still, and whether a token changes.
+    """Kill processes under load: how long streams stand still, and whether a token changes.
 
+    `--how stop` stops them for ever instead (SIGSTOP): the node must notice, and kill them itself.
     Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed or was lost.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = importlib.import_module("phalanx.bench.recovery").run
-    figures = run(kills, ranks, streams, model, seed, blocks)
+    victims = tuple(name.strip() for name in victim.split(","))
+    if unknown := set(victims) - set(VICTIMS):
+        raise ConfigError(f"--victim {sorted(unknown)}: allowed are {', '.join(VICTIMS)}")
+    figures = run(kills, ranks, streams, model, seed, blocks, victims, how)
     report(figures, as_json)
     if figures["failed"] or figures["tokens_changed"] or figures["streams_lost"]:
         finish(ExitCode.UNHEALTHY)

@@ -1,0 +1,93 @@
+"""One fault: a process of a live node is killed or stopped for ever, and watched until the node is whole."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.bench.recovery_watch import Change, EpochWatch
+from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.messages import ProcessStatus, StatusQuery, StatusReply
+from phalanx.protocol.queues import read_queues
+from phalanx.supervisor.ask import ask
+from phalanx.supervisor.processes import process_table
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_DEADLINE_S = 120.0
+_POLL_S = 0.005
+_AFTER_S = 0.5  # streams go on in the whole node
+_ANSWER_S = 30.0
+
+
+@dataclass
+class Fault:
+    """One fault and what followed, times in ns."""
+
+    victim: str  # its kind
+    struck_ns: int
+    moved: set[tuple[str, int]]  # (request id, index) of what ran on the victim's rank
+    changes: list[Change]  # of the group: a worker's loss, and its rejoin unless both were one
+    whole_ns: int  # when the victim's successor was ready and all ranks ran
+    pool_used: float  # the fullest rank's share of KV blocks in use, when it came
+
+
+def open_to(run_dir: Path, kind: str, spent: Collection[str]) -> list[ProcessStatus]:
+    """The live processes of this kind that may die. Workers may do so again and again; another process
+    whose last death was within a minute is started again later, which is not what a single fault costs."""
+    living = [p for p in status(run_dir).processes if p.name.partition("-")[0] == kind]
+    return [p for p in living if kind == "worker" or p.name not in spent]
+
+
+def strike(
+    config: NodeConfig,
+    victims: list[ProcessStatus],
+    how: str,
+    delay_s: float,
+    rng: random.Random,
+    over: threading.Event,
+) -> tuple[str, Fault]:
+    """Signal one of `victims` after a while and watch until the node is whole again, or it is `over`.
+
+    Returns (its name, what followed).
+    """
+    specs = {spec.name: spec for spec in process_table(config)}
+    with EpochWatch(config.node) as watch:
+        over.wait(delay_s)
+        victim = rng.choice(victims)
+        spec = specs[victim.name]
+        queues = read_queues(config.node)
+        held = queues["requests"]
+        moved = {(r["request_id"], r["index"]) for r in held if r["slot"] == spec.seat}
+        used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
+        struck_ns = time.monotonic_ns()
+        os.kill(victim.pid, SIGNALS[how])
+        deadline = time.monotonic() + _DEADLINE_S
+        while (ready := watch.ready(spec.index)) <= victim.incarnation or (
+            watch.members() < config.ranks
+        ):
+            if time.monotonic() > deadline or over.is_set():
+                run_dir = config.run_path
+                text = f"{victim.name} got {SIGNALS[how].name}; {_DEADLINE_S:g} s later"
+                said = f"incarnation {ready}, {watch.members()} of {config.ranks} ranks run"
+                raise RuntimeError(f"{text}: {said}; {_state(run_dir)}")
+            time.sleep(_POLL_S)
+        whole_ns = time.monotonic_ns()
+        over.wait(_AFTER_S)
+        changes = watch.changes(struck_ns)
+    whole_ns = changes[-1].even_ns if changes else whole_ns
+    return victim.name, Fault(spec.kind, struck_ns, moved, changes, whole_ns, used)
+
+
+def status(run_dir: Path) -> StatusReply:
+    return ask(run_dir, StatusQuery(1), StatusReply, _ANSWER_S)
+
+
+def _state(run_dir: Path) -> str:
+    """What the node says of itself, for whoever has to find out why it does not go on."""
+    said = status(run_dir)
+    out = [f"{p.name} is {p.state}" for p in said.processes if p.state != "ready"]
+    return "; ".join([*out, *(f"epoch {e.epoch}: {e.cause}" for e in said.epochs[-4:])])
