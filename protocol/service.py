@@ -165,6 +165,7 @@ def run(serve: Callable[[Service], None]) -> None:
     @click.option(
         "--life-fd", type=int, required=True, help="Read end: closes when the parent dies."
     )
+    @click.option("--standby", is_flag=True, help="Wait for a byte on standard input first.")
     def command(
         run_dir: Path,
         name: str,
@@ -173,12 +174,17 @@ def run(serve: Callable[[Service], None]) -> None:
         seat: int,
         death_fd: int,
         life_fd: int,
+        standby: bool,
     ) -> None:
         # First of all, before CUDA or a helper process could inherit the pipe and keep it open.
         os.set_inheritable(death_fd, False)
         os.set_inheritable(life_fd, False)
         die_with_parent(life_fd)
         set_process_name(name)
+        if standby and not os.read(
+            0, 1
+        ):  # everything is imported: that is what a start takes long for
+            os._exit(ExitCode.OK)  # not needed any more
         config = load_config(run_dir)
         log = setup_logging(run_dir, name, incarnation, config.log_level)
         board = Board.attach(config.node)

@@ -7,8 +7,8 @@ The rules, which a client in any language may follow (`docs/protocol.md`):
 * Deltas are taken in order of their offsets: older ones are dropped, a gap leads to an Attach at the
   offset reached. A gateway with a new incarnation gets an Attach for every open request.
 * An Attach says the digest of what is here: a stream that is another one is not spliced to it.
-* A Health question every second tells both: that the gateway is there, and which one. It names what is
-  quiet; of a request that has ended nothing more would come, so what was lost of it is asked for.
+* A Health question every second, and sooner in silence, tells both: that the gateway is there, and which
+  one. It names what is quiet; of a request that has ended nothing more would come, so what was lost of it is asked for.
 """
 
 from collections import deque
@@ -50,6 +50,9 @@ from phalanx.services.client_flow import (
 )
 
 PING_NS = 1_000 * MS
+# With nothing heard for so long it is asked sooner: a question that waits in the socket while the gateway
+# is away is the first thing that the next one reads, and its answer says that it is another one.
+PING_SILENT_NS = 200 * MS
 SCAN_NS = 50 * MS  # how often timers are looked at: thousands of requests share one client
 REPEAT_NS_MAX = 30_000 * MS  # of unanswered and of quiet requests, at last
 SILENT_NS = 3 * PING_NS  # a gateway heard again after this long is asked for everything open
@@ -96,7 +99,7 @@ class ClientCore:
         self._orphans: dict[int, bool] = {}
         self._incarnation = 0
         self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
-        self._ping_at_ns = 0
+        self._pinged_ns = -PING_NS
         self._scan_at_ns = 0
         self.outgoing: deque[bytes] = deque()
 
@@ -218,8 +221,10 @@ class ClientCore:
                 self._send(question.message)
         if not self._open:
             return
-        if now_ns >= self._ping_at_ns:
-            self._ping_at_ns = now_ns + PING_NS
+        heard_ns = now_ns if self._heard_ns is None else self._heard_ns
+        silent = now_ns - max(heard_ns, self._pinged_ns) >= PING_SILENT_NS
+        if silent or now_ns - self._pinged_ns >= PING_NS:
+            self._pinged_ns = now_ns
             self._last_call += 1
             self._send(Health(self._last_call, self._quiet(now_ns)))
         if self._heard_ns is not None and now_ns - self._heard_ns >= self._silence_ns:

@@ -305,6 +305,10 @@ class SupervisorCore:
         if spec.kind == "worker" and self._supervising:
             detected_ms = (now_ns - since_ns) / _MS
             actions = self.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
+        elif spec.kind == "scheduler" and self._supervising:
+            # Its streams need not wait until it is reaped and the next one is started.
+            self.group.seats[spec.seat].scheduler_incarnation = process.incarnation + 1
+            actions = self.group.publish()
         return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
 
     def _reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:

@@ -84,6 +84,9 @@ _MESSAGES_PER_TURN = 256
 _CALM_NS = 200_000_000  # how long the first steps of a new group have the CPUs for themselves
 _LATER_NS = 500_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
+# A standby is started that long after the node was whole, or after the one before it took over: it is not
+# to take a CPU from those who recover.
+_STANDBY_NS = 3_000_000_000
 _WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed", "change failed"})
 _DRAIN_S_MAX = 86_400.0
 
@@ -184,6 +187,7 @@ class Node:
         self._later: list[Spawn | Sweep] = []  # slow, and streams wait for something else
         self._later_ns = 0
         self._calm_until_ns = 0
+        self._standby_at_ns = 0  # when standbys are due; 0: they are there, or it is too early
         self._interrupts = 0
         self._injector = Injector(config.fault_injection, random.Random(), self._core.processes)
         self._weights: WeightsKeeper | None = None
@@ -216,6 +220,8 @@ class Node:
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
                 if not self._streams_wait or now_ns - self._later_ns > _LATER_NS:
                     self._do_what_was_put_off()
+                if 0 < self._standby_at_ns <= time.monotonic_ns() and not self._streams_wait:
+                    self._prepare_standbys()
                 self._handle_events()
             return self._end(self._finished)
         finally:
@@ -315,6 +321,9 @@ class Node:
             case Inject():
                 self._inject(identity, message)
             case Scale() | Restart():
+                if isinstance(message, Restart):  # perhaps for what was installed meanwhile
+                    self._spawner.forget_standbys()
+                    self._standby_at_ns = time.monotonic_ns() + _STANDBY_NS
                 self._events.append(ChangeAsked(identity, message))
             case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
                 self._waiting_for_end.append((identity, call))
@@ -400,6 +409,12 @@ class Node:
                 case Sweep():
                     self._sweep()
 
+    def _prepare_standbys(self) -> None:
+        self._standby_at_ns = 0
+        for process in self._core.processes.values():
+            if process.spec.standby and self._core.serving:
+                self._spawner.prepare(process.spec, process.incarnation + 1)
+
     def _resize(self, ranks: int) -> None:
         """Tell who starts from now on. Without disk they read the old number: their share of the memory
         is another then, nothing else."""
@@ -418,6 +433,8 @@ class Node:
         self._on_event(event)
         if event.kind == "node ready" and self._weights is not None:
             self._weights.start()
+        if event.kind == "node ready":
+            self._standby_at_ns = time.monotonic_ns() + _STANDBY_NS
         phase = (event.process, event.text)
         if event.kind == "progress" and phase in self._phases_told:
             return
@@ -440,6 +457,8 @@ class Node:
             self._events.append(Reaped(name, incarnation, ExitCode.INTERNAL, str(error)))
             return
         self._watch.add(child)
+        if spec.standby and incarnation > 1:
+            self._standby_at_ns = time.monotonic_ns() + _STANDBY_NS
         self._events.append(Spawned(name, incarnation, child.pid))
 
     def _inject(self, identity: bytes, request: Inject) -> None:

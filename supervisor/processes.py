@@ -24,6 +24,8 @@ class ProcessSpec:
     threads: int = 1
     # The node serves without it (it only gets slower): its deaths never end the node.
     essential: bool = True
+    # Every stream waits for it: its successor is started before it dies, and waits (`spawn.py`).
+    standby: bool = False
 
     def environment(self) -> dict[str, str]:
         """Variables on top of the supervisor's own."""
@@ -49,7 +51,11 @@ def process_table(config: NodeConfig) -> tuple[ProcessSpec, ...]:
     if config.http.enabled:
         services.append(("http", "http", "phalanx.services.http"))
     gateway, *others = (
-        ProcessSpec(name, kind, module, row, essential=kind not in ("kvstore", "eplb", "http"))
+        ProcessSpec(
+            *(name, kind, module, row),
+            essential=kind not in ("kvstore", "eplb", "http"),
+            standby=kind == "gateway" or (kind == "tokenizer" and config.tokenizers == 1),
+        )
         for row, (name, kind, module) in enumerate(services, 2 * MAX_SEATS)
     )
     seats = [seat_specs(seat, config.worker.threads) for seat in range(config.ranks)]

@@ -1,5 +1,7 @@
-"""Starting one child, and reading its last words when it is gone."""
+"""Starting one child, ahead of time if every stream would wait for it, and reading its last words when it
+is gone."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -67,15 +69,37 @@ class Spawner:
     def __init__(self, run_dir: Path, children_lock_fd: int) -> None:
         self._run_dir, self._lock_fd = run_dir, children_lock_fd
         self._life_read, self._life_write = os.pipe()
+        self._standbys: dict[str, Child] = {}  # by name: started, imported, waiting for their turn
 
     def spawn(self, spec: ProcessSpec, incarnation: int) -> Child:
         """Raises OSError when the system has no room for another process."""
+        standby = self._standbys.pop(spec.name, None)
+        if standby is not None:
+            if standby.incarnation == incarnation and _set_going(standby):
+                return standby
+            _discard(standby)
+        return self._start(spec, incarnation)
+
+    def prepare(self, spec: ProcessSpec, incarnation: int) -> None:
+        """Have the process of this incarnation ready to go: imports are most of a start. Without room for
+        it there is none."""
+        if spec.name not in self._standbys:
+            with contextlib.suppress(OSError):
+                self._standbys[spec.name] = self._start(spec, incarnation, standby=True)
+
+    def forget_standbys(self) -> None:
+        """What is started from now on is to be started from what lies on the disk now."""
+        for standby in self._standbys.values():
+            _discard(standby)
+        self._standbys.clear()
+
+    def _start(self, spec: ProcessSpec, incarnation: int, standby: bool = False) -> Child:
         out = self._run_dir / LOG_DIR / f"{spec.name}.out"
         death_read, death_write = os.pipe()
         try:
             with _open_output(out) as log:
                 start = log.tell()
-                process = self._popen(spec, incarnation, death_write, log.fileno())
+                process = self._popen(spec, incarnation, death_write, log.fileno(), standby)
         except BaseException:
             os.close(death_read)
             raise
@@ -84,7 +108,7 @@ class Spawner:
         return Child(spec, incarnation, process, death_read, os.pidfd_open(process.pid), out, start)
 
     def _popen(
-        self, spec: ProcessSpec, incarnation: int, death_fd: int, output: int
+        self, spec: ProcessSpec, incarnation: int, death_fd: int, output: int, standby: bool
     ) -> "subprocess.Popen[bytes]":
         arguments = {
             "--run-dir": self._run_dir,
@@ -99,8 +123,9 @@ class Spawner:
             [
                 *(sys.executable, "-P", "-m", spec.module),
                 *(str(part) for pair in arguments.items() for part in pair),
+                *(["--standby"] if standby else []),
             ],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**os.environ, **spec.environment()},
@@ -111,8 +136,30 @@ class Spawner:
         )
 
     def close(self) -> None:
+        self.forget_standbys()
         os.close(self._life_read)
         os.close(self._life_write)
+
+
+def _set_going(standby: Child) -> bool:
+    """Tell it that its turn has come; False when it has died while it waited."""
+    assert standby.process.stdin is not None
+    with contextlib.suppress(OSError):
+        standby.out_start = standby.out.stat().st_size  # the rest was said by the one before it
+    try:
+        os.write(standby.process.stdin.fileno(), b"!")
+    except BrokenPipeError:
+        return False
+    finally:
+        standby.process.stdin.close()
+    return standby.process.poll() is None
+
+
+def _discard(standby: Child) -> None:
+    standby.process.kill()
+    standby.process.communicate()
+    os.close(standby.death_fd)
+    os.close(standby.pidfd)
 
 
 def _open_output(path: Path) -> BinaryIO:
