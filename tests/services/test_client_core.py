@@ -1,5 +1,7 @@
 """The client's rules as stories: nothing is lost or doubled, and every wait has an end."""
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
@@ -111,6 +113,23 @@ def test_what_has_ended_and_is_quiet_is_asked_for() -> None:
     line.hears(final(2))
     line.hears(HealthReply(health.call, True, 1, 2, "m", ended=("r",)))
     assert flow.done and line.sent() == []
+
+
+def test_in_silence_the_gateway_is_asked_sooner() -> None:
+    """The next gateway finds the question in the socket, and streams go on at once."""
+    line = Line()
+    line.accept(line.start())
+    asked: list[int] = []
+    for ms in range(0, 3000, 50):
+        line.now += 50 * MS
+        if ms < 1500:
+            line.hears(delta(ms // 50, 7))
+        line.core.poll(line.now)
+        asked += [ms for frame in line.core.outgoing if isinstance(DECODER.decode(frame), Health)]
+        line.core.outgoing.clear()
+    assert len([ms for ms in asked if ms < 1500]) <= 2, "a second apart while tokens come"
+    gaps = [b - a for a, b in pairwise(asked) if b >= 1700]
+    assert gaps and max(gaps[1:]) <= 200 and min(gaps) >= 150
 
 
 def test_a_prompt_is_taken_in_order_and_missed() -> None:

@@ -310,7 +310,7 @@ class Checks:
         waited_ms = (host.now_ns - (self.go_ns if going else self.word_ns)) / _MS
         for seat, incarnation in group:
             child = host.children.get(f"worker-{seat}")
-            if child is None or child.incarnation != incarnation or child.killed:
+            if child is None or child.incarnation != incarnation or child.killed or not child.alive:
                 continue
             silent = child.mood == "deaf" and acks.get((seat, incarnation), 0) < host.word
             text = f"{child.spec.name} is waited for since {waited_ms:.0f} ms"

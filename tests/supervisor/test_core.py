@@ -298,6 +298,19 @@ def test_death_of_a_service_does_not_move_the_epoch() -> None:
     assert [s.scheduler_incarnation for s in topology.seats] == [1, 2, 1]
 
 
+def test_the_death_of_a_scheduler_is_told_before_the_next_one_is_started() -> None:
+    """Its streams go elsewhere meanwhile: also when the restart is put off."""
+    story = running()
+    story.dies("scheduler-0").ready("scheduler-0")
+    story.actions.clear()
+    story.dies("scheduler-0", reaped=False)
+    (published,) = story.take(Publish)
+    assert published.topology.seats[0].scheduler_incarnation == 3
+    story.feed(Reaped("scheduler-0", 2, -9)).wait(1000)
+    assert [(a.name, a.incarnation) for a in story.take(Spawn)] == [("scheduler-0", 3)]
+    assert story.core.group.published == published.topology
+
+
 def test_members_see_one_topology_an_epoch() -> None:
     story = running()
     story.dies("worker-1").acks(stop=3, seats=(0, 2))

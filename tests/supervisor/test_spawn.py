@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from supervisor.node import until
 
 from phalanx.protocol.rundir import LOG_DIR
@@ -124,3 +125,43 @@ def test_a_wait_that_is_not_over_counts(tmp_path: Path) -> None:
     assert looks.inspect(1_300_000) == ("S", 1_060_040)
     assert looks.inspect(1_900_000) == ("S", 1_060_040)
     assert Looks(9, tmp_path).inspect(0) is None
+
+
+def test_a_standby_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes over at once, if it is the incarnation that is wanted and has not died while it waited."""
+    code = "import os\nprint('waits', flush=True)\nprint('goes' if os.read(0, 1) else 'ends')\n"
+    (tmp_path / "waiter.py").write_text(code)
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", ":".join(paths))
+    spec = ProcessSpec("gateway", "gateway", "waiter", 0, standby=True)
+    out = tmp_path / LOG_DIR / "gateway.out"
+
+    def prepared(incarnation: int) -> int:
+        spawner.prepare(spec, incarnation)
+        until(lambda: "waits" in out.read_text())
+        out.write_text("")
+        return spawner._standbys["gateway"].pid
+
+    with (tmp_path / "children.lock").open("w") as lock:
+        spawner = Spawner(tmp_path, lock.fileno())
+        waiting = prepared(2)
+        child = spawner.spawn(spec, 2)
+        assert child.pid == waiting
+        assert child.process.wait(timeout=60) == 0 and out.read_text() == "goes\n"
+        assert last_words(tmp_path, child) == "goes"
+
+        waiting = prepared(3)
+        other = spawner.spawn(spec, 4)  # an incarnation came between
+        assert other.pid != waiting and not Path(f"/proc/{waiting}").exists()
+        other.process.wait(timeout=60)
+
+        waiting = prepared(5)
+        os.kill(waiting, signal.SIGKILL)
+        os.waitid(os.P_PID, waiting, os.WEXITED | os.WNOWAIT)
+        other = spawner.spawn(spec, 5)
+        assert other.pid != waiting and not Path(f"/proc/{waiting}").exists()
+        other.process.wait(timeout=60)
+
+        waiting = prepared(6)
+        spawner.close()
+        assert not Path(f"/proc/{waiting}").exists()
