@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from phalanx.bench.recovery import Figures, _compare, run
+from phalanx.bench.recovery import Figures, _account, _compare, run
+from phalanx.bench.recovery_fault import Fault
 from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
 from phalanx.bench.recovery_watch import Change, Mark, changes_in, members_of
 from phalanx.protocol.messages import Sampling
@@ -62,6 +63,37 @@ def test_a_changed_token_and_a_lost_stream_are_counted() -> None:
     figures = Figures()
     _compare(Played([changed, lost, wanted[1, 0]], 1.0), wanted, load, figures)
     assert (figures.changed, figures.lost, figures.compared) == (1, 1, 3)
+
+
+def test_gaps_are_of_the_victims_kind_and_of_who_ran_on_its_rank() -> None:
+    ms = 1_000_000
+
+    def sequence(request_id: str, *times_ms: int, sent_ms: int = 0) -> Sequence:
+        times = [at * ms for at in times_ms]
+        return Sequence(0, 0, request_id, sent_ms * ms, tokens=[7], times=times, finish="length")
+
+    fault = Fault("scheduler", 100 * ms, {("moved", 0)}, [], 400 * ms, 0.5)
+    figures = Figures()
+    sequences = [
+        sequence("moved", 80, 90, 350, 360, 370),
+        sequence("other", 80, 90, 120, 130, 140),
+        sequence("over", 70, 80, 90),
+        sequence("begun", 430, sent_ms=200),
+        sequence("later", 430, sent_ms=420),
+    ]
+    _account(fault, sequences, figures)
+    gaps = figures.gaps["scheduler"]
+    assert (gaps.moved, gaps.survivors, gaps.begun, gaps.whole) == ([250], [20], [230], [300])
+    assert figures.phases == {} and figures.pauses == {}, "the group did not change"
+
+
+@pytest.mark.process
+@pytest.mark.soak
+def test_a_killed_and_a_stopped_service_change_no_token() -> None:
+    for how in ("kill", "stop"):
+        figures = run(kills=2, ranks=2, streams=4, victims=("gateway", "tokenizer"), how=how)
+        assert (figures["tokens_changed"], figures["streams_lost"]) == (0, 0)
+        assert [row["faults"] for row in figures["rows"]] == [1, 1], figures["failed"]
 
 
 @pytest.mark.process
