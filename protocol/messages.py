@@ -666,6 +666,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     last_beat_ms: int
     incarnation: int = 0
     detail: str = ""
+    fraction: float = -1.0  # of what `detail` names, while it starts; -1: unknown
+    still_ms: int = -1  # since its start last got on; -1: it does not start
 
 
 class RankStatus(msgspec.Struct, frozen=True):

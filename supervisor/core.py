@@ -220,7 +220,7 @@ class SupervisorCore:
         process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
         process.life, process.progress_ns = Patience(now_ns), now_ns
         process.pid = process.beat_ns = process.progress = process.kill_ns = 0
-        process.detail, process.step = "starting", ("start", now_ns)
+        process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
         spec = process.spec
         published: list[Action] = []
         if spec.kind == "worker":
@@ -235,6 +235,7 @@ class SupervisorCore:
         if process.stage is not Stage.STARTING:
             return []
         process.life, process.detail = Patience(now_ns), event.phase
+        process.fraction = event.fraction
         process.progress_ns = now_ns
         if event.phase != process.step[0]:
             self._end_step(process, now_ns)

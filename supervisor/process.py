@@ -36,6 +36,7 @@ class Process:
     beat_ns: int = 0
     progress: int = 0
     progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
+    fraction: float = -1.0  # done of the phase of its start; -1: unknown
     detail: str = ""  # what it does, or why it is not there
     ended: str = ""  # why its last incarnation ended, for people
     lacks: str = ""  # what its last incarnation could not start without, for people

@@ -40,6 +40,7 @@ def status(
 
 def _process(process: Process, now_ns: int) -> ProcessStatus:
     beat_ms = (now_ns - process.beat_ns) // _MS if process.beat_ns else -1
+    starting = process.stage is Stage.STARTING
     return ProcessStatus(
         name=process.spec.name,
         pid=process.pid,
@@ -48,6 +49,8 @@ def _process(process: Process, now_ns: int) -> ProcessStatus:
         last_beat_ms=max(beat_ms, 0) if process.beat_ns else -1,
         incarnation=process.incarnation,
         detail=process.detail,
+        fraction=process.fraction if starting else -1.0,
+        still_ms=(now_ns - process.progress_ns) // 1_000_000 if starting else -1,
     )
 
 

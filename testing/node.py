@@ -53,7 +53,8 @@ class Node:
 
     def start(self, ranks: int, *more: object) -> dict[str, Any]:
         # A GPU's kernels are compiled at the first start.
-        (document,) = self("up", "--ranks", ranks, "--detach", *more, timeout=_START_S)
+        limit = ("--timeout", _START_S)
+        (document,) = self("up", "--ranks", ranks, "--detach", *limit, *more, timeout=_START_S + 30)
         assert isinstance(document, dict)
         return document
 

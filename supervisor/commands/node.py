@@ -33,6 +33,7 @@ from phalanx.supervisor.commands.common import (
     run_dir_option,
 )
 from phalanx.supervisor.commands.plan import memory_plan
+from phalanx.supervisor.headway import Headway, waiting_for
 from phalanx.supervisor.lock import FAILED_FILE
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
@@ -52,6 +53,13 @@ _END_S = 60.0  # what a supervisor takes at most to end once its node has
 )
 @click.option("--inject", is_flag=True, default=None, help="Allow `phalanx inject`.")
 @click.option("--detach", is_flag=True, help="Return when the node is ready; it runs on.")
+@click.option(
+    "--timeout",
+    type=float,
+    callback=check_seconds,
+    default=None,
+    help="With --detach: seconds to wait at most. Without, as long as the start gets on.",
+)
 @run_dir_option
 @json_option
 def up(
@@ -62,6 +70,7 @@ def up(
     http_at: str | None,
     inject: bool | None,
     detach: bool,
+    timeout: float | None,
     run_dir: Path | None,
     as_json: bool,
 ) -> None:
@@ -81,7 +90,10 @@ def up(
             f"a node already runs in {config.run_path}: use another --run-dir, or phalanx down"
         )
     if detach:
-        status = start_detached(config, quiet=as_json)
+        try:
+            status = start_detached(config, quiet=as_json, timeout_s=timeout)
+        except NoAnswer as error:
+            raise NoAnswer(f"{error}. It runs on: phalanx status, phalanx down") from error
         report = {
             "run_dir": config.run_dir,
             "ready_s": status.ready_s,
@@ -144,21 +156,26 @@ def resolve_model(name: str) -> Path:
 
 
 def start_detached(
-    config: NodeConfig, quiet: bool = True, owner_fd: int | None = None
+    config: NodeConfig,
+    quiet: bool = True,
+    owner_fd: int | None = None,
+    timeout_s: float | None = None,
 ) -> StatusReply:
     """Start a supervisor in a session of its own and wait until the node is ready.
 
     Args:
         owner_fd: The read end of a pipe: when its other end closes the node stops, and its run directory
             goes with it.
+        timeout_s: To wait at most. However long a start takes, it is waited for as long as it gets on.
 
-    Raises PhalanxError with the reason when it gives up instead.
+    Raises NoAnswer when the time is up or nothing has got on for START_DEADLINE_MS, and PhalanxError with
+    the reason when the supervisor gives up.
     """
-    return _start(config, quiet, owner_fd)[0]
+    return _start(config, quiet, owner_fd, timeout_s)[0]
 
 
 def _start(
-    config: NodeConfig, quiet: bool, owner_fd: int | None
+    config: NodeConfig, quiet: bool, owner_fd: int | None, timeout_s: float | None = None
 ) -> "tuple[StatusReply, subprocess.Popen[bytes]]":
     """`start_detached`, and the supervisor's process."""
     owner = [] if owner_fd is None else ["--owner-fd", str(owner_fd)]
@@ -176,25 +193,35 @@ def _start(
             start_new_session=True,
         )
     try:
-        return _await_ready(config, child, quiet), child
+        return _await_ready(config, child, quiet, timeout_s), child
     finally:
         wanted.unlink(missing_ok=True)
 
 
-def _await_ready(config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bool) -> StatusReply:
+def _await_ready(
+    config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bool, timeout_s: float | None
+) -> StatusReply:
     started = time.monotonic()
+    headway, waiting = Headway(started), ["the supervisor"]
     with errors.status("starting", spinner="dots") if not quiet else _Nothing() as spinner:
-        while time.monotonic() - started < START_DEADLINE_MS / 1000:
+        while True:
             if child.poll() is not None:
                 raise _failure(config.run_path, child.returncode)
-            status = _status(config.run_path)
-            if status is not None and status.ready_s >= 0:
-                return status
+            status, now = _status(config.run_path), time.monotonic()
             if status is not None:
-                waiting = [p.name for p in status.processes if p.state != "ready"]
-                spinner.update(f"waiting for {', '.join(waiting[:6])}")
+                if status.ready_s >= 0:
+                    return status
+                headway.looked(status.processes, now)
+                waiting = waiting_for(status.processes) or ["the group to form"]
+                spinner.update(f"{now - started:.0f} s, waiting for {', '.join(waiting[:6])}")
+            late = timeout_s is not None and now - started >= timeout_s
+            if late or headway.still_s(now) > START_DEADLINE_MS / 1000:
+                break
             time.sleep(_POLL_S)
-    raise NoAnswer(f"the node was not ready after {START_DEADLINE_MS / 1000:g} s")
+    why = "" if late else f", and nothing has got on for {headway.still_s(now):.0f} s"
+    raise NoAnswer(
+        f"the node was not ready after {now - started:.0f} s{why}: waiting for {', '.join(waiting)}"
+    )
 
 
 @contextlib.contextmanager
