@@ -114,9 +114,9 @@ class ModelBackend:
                 self._weights,
                 rows,
                 self._alive,
-                lambda done: service.progress("compile kernels", done),
+                service.progress,
+                service.config.ranks,
             )
-
         self._warm = True
 
     def _compile_begins(self, kernel: str) -> None:

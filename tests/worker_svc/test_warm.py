@@ -13,10 +13,17 @@ def test_steps_of_any_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "_STEPS", ((1, 1), (3, 6), (2, 600)))
     monkeypatch.setattr(warm, "_CONTEXTS", (0, 300))
     world = World("tiny-a", num_slots=2)
-    experts, layers, told = world.model.experts, list[None](), list[float]()
-    warm_up(world.model, weights_of("tiny-a"), 30, lambda: layers.append(None), told.append)
+    experts, layers, told = world.model.experts, list[None](), list[tuple[str, float]]()
+    warm_up(
+        world.model,
+        weights_of("tiny-a"),
+        30,
+        lambda: layers.append(None),
+        lambda *step: told.append(step),
+    )
     assert world.model.experts is experts
-    assert len(layers) == 6 * world.config.num_hidden_layers
-    assert told == pytest.approx([step / 6 for step in range(6)])
+    assert len(layers) == 2 * 6 * world.config.num_hidden_layers
+    assert [what for what, _ in told] == ["warm up"] * 6
+    assert [share for _, share in told] == pytest.approx([step / 6 for step in range(6)])
     ids = world.tokens(40)
     assert torch.equal(world.run(0, 0, ids), alone("tiny-a", ids))
