@@ -4,7 +4,9 @@ Compiled kernels are kept on disk (Triton's cache), so a worker that starts agai
 are follows from these steps alone: `tests/worker_svc/test_variants.py` looks for others.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,22 +16,26 @@ from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
 from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
 from phalanx.worker_svc.model.caches import BLOCK_TOKENS
 from phalanx.worker_svc.model.checkpoint import Weights
+from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.model import Model
 from phalanx.worker_svc.model.moe import run_expert_pairs
 from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.scoring import LOGITS_ELEMENTS
 
 # (sequences, rows of each): decode steps, verification rows, prompts short and long. Launch settings follow the
-# power of two above the rows, and above the rows that want logits: each is met here.
-_STEPS = (
-    *((count, 1) for count in (1, 8, 24, 48, 100, 200, 400)),
+# power of two above the rows: each is met here.
+_ROWS = (
+    *((count, 1) for count in (1, 24, 48, 100, 200)),
     *((4, 6), (12, 5), (40, 6)),
     *((1, length) for length in (17, 60, 120, 250, 500, 1000, 2000, 4096)),
-    (2, 600),
 )
-# Tokens before the first row: kernels over a context know short, long and very long ones.
-_CONTEXTS = (0, 3_000, 40_000, 150_000)
-# Draws of every kind: greedy, with and without a nucleus, and from logits that were edited before.
+# Tokens before the first row: kernels over a context know short, long and very long ones, and rows that have a
+# sequence each, or share one with few or many.
+_CONTEXTS = (3_000, 40_000, 150_000)
+_ROWS_OF_CONTEXTS = ((8, 1), (4, 6), (1, 60))
+# Draws of every kind, for few rows and for many: greedy, with and without a nucleus, and from logits that were
+# edited before.
+_SAMPLED = (1, 200)
 _SAMPLING = (
     RowParams(temperature=0.0),
     RowParams(temperature=0.8),
@@ -38,8 +44,6 @@ _SAMPLING = (
 )
 # Pairs a slot at which the experts' settings change.
 _PAIRS_A_SLOT = (1, 8, 20)
-# Of rows times context: what their scores take is no reason to run out of memory.
-_SCORES_MAX = 1 << 26
 
 
 class _OwnExperts:
@@ -76,67 +80,89 @@ def warm_up(
     Args:
         max_rows: of one step.
         on_layer: called in every layer: the sign of life.
-        on_step: called with what is done ("compile kernels", "warm up") and the share that is done.
+        on_step: called with what is done ("compile kernels", "load kernels") and the share that is done.
         ranks: of the group, whose rows may all come here.
     """
     from phalanx.kernels.triton.compiling import compiling_ahead  # there is no Triton without a GPU
 
     experts, model.experts = model.experts, _OwnExperts(weights, on_layer)
+    work = list(_work(model, weights, max_rows, ranks))
+    needed: list[Callable[[], None]] = []
     try:
         with compiling_ahead(
-            on_layer, lambda done, of: on_step("compile kernels", done / max(of, 1))
-        ):
-            for _ in _steps(model, weights, max_rows, ranks):
-                pass
-        for share in _steps(model, weights, max_rows, ranks):
-            on_step("warm up", share)
+            on_layer, lambda done, of: on_step("compile kernels", done / of)
+        ) as asked_for:
+            for do in work:
+                before = asked_for()
+                do()
+                if asked_for() > before:
+                    needed.append(do)
+        for done, do in enumerate(needed):
+            on_step("load kernels", done / len(needed))
+            do()
         torch.cuda.synchronize()
     finally:
         model.experts = experts
 
 
-def _steps(model: Model, weights: Weights, max_rows: int, ranks: int) -> Iterator[float]:
-    """Run the steps; tells the share that is done before each."""
-    batches = list(_batches(model, max_rows))
-    for done, batch in enumerate(batches):
-        yield done / len(batches)
-        pending = model.forward(batch)
-        pending.commit([0] * batch.num_seqs)
-        for row in _SAMPLING:
-            rows = SamplingRows.of([row] * pending.logits.shape[0])
-            sample(pending.logits, moved(rows, pending.logits.device))
-    _run_experts(model, weights, ranks * max_rows * model.config.num_experts_per_tok)
+def _work(
+    model: Model, weights: Weights, max_rows: int, ranks: int
+) -> Iterator[Callable[[], None]]:
+    """What serving may do, in pieces."""
+    for batch in _batches(model, max_rows):
+        yield partial(_step, model, batch)
+    for counted in _powers(max(1, LOGITS_ELEMENTS // model.config.vocab_size)):
+        yield partial(_head, model, counted)
+    for count, row in itertools.product(_SAMPLED, _SAMPLING):
+        yield partial(_sample, model, SamplingRows.of([row] * count))
+    slots, most = len(weights.slots(0)), ranks * max_rows * model.config.num_experts_per_tok
+    pairs = {*_powers(most), *(slots * mean for mean in _PAIRS_A_SLOT)}
+    for counted in sorted(count for count in pairs if count <= most):
+        yield partial(_experts, model.config, weights, counted)
 
 
-def _run_experts(model: Model, weights: Weights, most: int) -> None:
-    """Pairs as many as a group's rows may be: settings change at powers of two, and at multiples of
-    the slots (`experts.DEFAULTS`)."""
-    slots, device = len(weights.slots(0)), weights.device
-    counts = {1 << i for i in range(most.bit_length())}
-    counts |= {slots * mean for mean in _PAIRS_A_SLOT}
-    for count in sorted(count for count in counts | {most} if count <= most):
-        x = torch.zeros((count, model.config.hidden_size), dtype=torch.bfloat16, device=device)
-        ids = torch.arange(count, device=device) % slots
-        run_expert_pairs(weights, 0, ids, x, torch.zeros(count, device=device))
+def _step(model: Model, batch: StepBatch) -> None:
+    model.forward(batch).commit([0] * batch.num_seqs)
+
+
+def _head(model: Model, num_rows: int) -> None:
+    device = model.embedding.device
+    model.logits(torch.zeros((num_rows, model.config.hidden_size), device=device))
+
+
+def _sample(model: Model, rows: SamplingRows) -> None:
+    device = model.embedding.device
+    logits = torch.zeros((rows.num_rows, model.config.vocab_size), device=device)
+    sample(logits, moved(rows, device))
+
+
+def _experts(config: ModelConfig, weights: Weights, num_pairs: int) -> None:
+    device = weights.device
+    ids = torch.arange(num_pairs, device=device) % len(weights.slots(0))
+    x = torch.zeros((num_pairs, config.hidden_size), dtype=torch.bfloat16, device=device)
+    run_expert_pairs(weights, 0, ids, x, torch.zeros(num_pairs, device=device))
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to `most`, and `most` itself."""
+    return sorted({*(1 << i for i in range(most.bit_length())), most})
 
 
 def _batches(model: Model, max_rows: int) -> Iterator[StepBatch]:
     config = model.config
     num_blocks, num_slots = model.pools.blocks.shape[0] - 1, model.pools.slots.shape[0]
     longest = min(config.max_positions, model.pools.history.shape[1])
-    for wanted, length in (*_STEPS, (1, max_rows)):
-        total = min(wanted * length, max_rows)
-        count = min(max(wanted, -(-total // longest)), num_slots, total)
+    wanted = [(shape, 0) for shape in (*_ROWS, (1, max_rows))]
+    wanted += itertools.product(_ROWS_OF_CONTEXTS, (c for c in _CONTEXTS if c < longest))
+    for (sequences, length), context in wanted:
+        total = min(sequences * length, max_rows)
+        count = min(max(sequences, -(-total // longest)), num_slots, total)
         rows = min(total // count, longest)
         ids = [token % config.vocab_size for token in range(rows)]
-        for context in _CONTEXTS:
-            start = min(context, longest - rows)
-            if context and (start == 0 or start * rows * count > _SCORES_MAX):
-                continue
-            # Blocks are read and written by several at once: nobody wants what lies in them.
-            columns = -(-(start + rows) // BLOCK_TOKENS)
-            blocks = [1 + column % num_blocks for column in range(columns)]
-            logits = range(max(0, rows - LOGITS_ELEMENTS // (count * config.vocab_size)), rows)
-            yield StepBatch.of(
-                [SequenceRows(slot, start, ids, blocks, logits) for slot in range(count)]
-            )
+        start = min(context, longest - rows)
+        # Blocks are read and written by several at once: nobody wants what lies in them.
+        columns = -(-(start + rows) // BLOCK_TOKENS)
+        blocks = [1 + column % num_blocks for column in range(columns)]
+        yield StepBatch.of(
+            [SequenceRows(slot, start, ids, blocks, logits=True) for slot in range(count)]
+        )

@@ -44,8 +44,10 @@ def watch_compiling(begin: Callable[[str], None], end: Callable[[str, float], No
 @contextmanager
 def compiling_ahead(
     alive: Callable[[], None], on_progress: Callable[[int, int], None]
-) -> Iterator[None]:
+) -> Iterator[Callable[[], int]]:
     """Within it kernels are not launched: their variants are compiled, by all CPUs, and are ready at its end.
+
+    Yields what tells how many there are so far.
 
     What a kernel would have written stays what it was, and new tensors are zeros: whoever uses a
     result must do with those. A compilation that fails raises at the end.
@@ -60,8 +62,12 @@ def compiling_ahead(
     seen: set[Any] = set()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        # Finer than Triton's own key, and quicker to compute: most launches repeat one before.
-        key = (self, *map(_looks, args), *((name, _looks(kwargs[name])) for name in kwargs))
+        # At least as fine as Triton's own key, and quicker to compute: most launches repeat one before.
+        looks = (
+            value if parameter.is_constexpr else _looks(value)
+            for parameter, value in zip(self.params, args, strict=False)
+        )
+        key = (self, *looks, *kwargs.items())
         if key not in seen:
             seen.add(key)
             launch(self, *args, grid=grid, warmup=True, **kwargs)
@@ -70,7 +76,7 @@ def compiling_ahead(
         JITFunction.run = run
         try:
             with _Zeros():
-                yield
+                yield lambda: len(pool.futures)
         finally:
             JITFunction.run = launch
         unfinished: set[Future[Any]] = set(pool.futures)
@@ -121,4 +127,6 @@ def _looks(value: Any) -> Any:
     """As much of an argument as a variant may depend on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
-    return value
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value.bit_length() > 31
+    return type(value)

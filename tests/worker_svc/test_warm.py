@@ -1,5 +1,9 @@
 """The steps before the first request change nothing that a request could see, however little room there is."""
 
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from forward_world import World, alone, weights_of
@@ -7,11 +11,27 @@ from forward_world import World, alone, weights_of
 from phalanx.worker_svc import warm
 from phalanx.worker_svc.warm import warm_up
 
+pytest.importorskip("triton")
+from phalanx.kernels.triton import compiling
+
+_NEEDED = 7
+
+
+@contextmanager
+def few_needed(
+    alive: Callable[[], None], on_progress: Callable[[int, int], None]
+) -> Iterator[Callable[[], int]]:
+    """As if the first pieces of work asked for a kernel each, and the others for none."""
+    calls = itertools.count()
+    yield lambda: min(next(calls), 2 * _NEEDED - 1)
+    on_progress(1, 2)
+
 
 def test_steps_of_any_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(warm, "_STEPS", ((1, 1), (3, 6), (2, 600)))
-    monkeypatch.setattr(warm, "_CONTEXTS", (0, 300))
+    monkeypatch.setattr(warm, "_ROWS", ((1, 1), (3, 6), (2, 600)))
+    monkeypatch.setattr(warm, "_CONTEXTS", (200, 300))
+    monkeypatch.setattr(compiling, "compiling_ahead", few_needed)
     world = World("tiny-a", num_slots=2)
     experts, layers, told = world.model.experts, list[None](), list[tuple[str, float]]()
     warm_up(
@@ -22,8 +42,7 @@ def test_steps_of_any_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *step: told.append(step),
     )
     assert world.model.experts is experts
-    assert len(layers) == 2 * 6 * world.config.num_hidden_layers
-    assert [what for what, _ in told] == ["warm up"] * 6
-    assert [share for _, share in told] == pytest.approx([step / 6 for step in range(6)])
+    assert len(layers) == 2 * 7 * world.config.num_hidden_layers  # 4 sizes, and 3 after a context
+    assert told == [("compile kernels", 0.5), *(("load kernels", i / _NEEDED) for i in range(7))]
     ids = world.tokens(40)
     assert torch.equal(world.run(0, 0, ids), alone("tiny-a", ids))

@@ -79,8 +79,8 @@ def main() -> None:
     weights = weights_of("tiny-a")
     world.model.experts = warm._OwnExperts(weights, lambda: None)
     with compiling_ahead(lambda: None, lambda done, of: None):
-        for _ in warm._steps(world.model, weights, MAX_ROWS, ranks=1):
-            pass
+        for do in warm._work(world.model, weights, MAX_ROWS, ranks=1):
+            do()
     phase = "serving"
     rng = random.Random(1)
     with compiling_ahead(lambda: None, lambda done, of: None):
