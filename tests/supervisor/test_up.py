@@ -16,7 +16,7 @@ from phalanx.supervisor.commands import node
     [
         (ExitCode.OK, ExitCode.UNHEALTHY),
         (ExitCode.BAD_INPUT, ExitCode.BAD_INPUT),
-        (9, ExitCode.INTERNAL),
+        (99, ExitCode.INTERNAL),
     ],
 )
 def test_a_supervisor_that_ends_while_the_node_starts(
