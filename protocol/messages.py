@@ -339,9 +339,10 @@ class Decoded(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """One sequence for a scheduler. `outputs` makes it a Resume: tokens already produced elsewhere.
+    """One sequence for a scheduler. `outputs` are its tokens that were produced elsewhere.
 
     Repeated until Submitted or Refusal; the same (request_id, index, attempt) is the same sequence.
+    `attempt` only tells attempts apart: that a sequence is not new is what `resumed` says.
     """
 
     call: int
@@ -351,7 +352,10 @@ class Submit(Message, frozen=True):
     prompt: bytes  # int32 ids
     sampling: Sampling  # seed derived for this index, max_tokens filled in
     outputs: bytes = b""  # int32 ids
-    priority: int = 0  # larger goes first; resumed sequences go ahead of arrivals
+    priority: int = 0  # larger goes first, after those that are resumed
+    # Accepted before, by another scheduler or for an earlier gateway: it goes ahead of arrivals, and
+    # no full queue refuses it.
+    resumed: bool = False
 
 
 class Submitted(Message, frozen=True):

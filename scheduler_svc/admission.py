@@ -28,13 +28,12 @@ def admit(
 ) -> Sequence:
     """The sequence of `submit`, ready to be queued. Raises Refused.
 
-    A resumed sequence was admitted before, elsewhere: the bound on the queue is not for it, as long
-    as the table has a row.
+    A resumed sequence was accepted before: the bound on the queue is not for it, as long as the table
+    has a row, and it goes ahead of arrivals.
     """
     if worker is None:
         raise Refused(Code.NOT_READY, "this rank has no worker in the group now", RETRY_AFTER_MS)
-    resumed = bool(submit.outputs) or submit.attempt > 0
-    if rank.table.free == 0 or (not resumed and rank.num_waiting >= config.max_waiting):
+    if rank.table.free == 0 or (not submit.resumed and rank.num_waiting >= config.max_waiting):
         raise Refused(
             Code.OVERLOADED,
             f"{rank.num_waiting} sequences wait at this rank, the limit is {config.max_waiting}",
@@ -50,9 +49,10 @@ def admit(
             "this node continues sequences (scheduler.role: completion) and this one has no output"
             " yet: send the prompt to a node with role prompt or normal",
         )
-    # Priority is a head start, not a class: whoever has waited longer than that goes first all the same.
+    # Priority is a head start, not a class: of the resumed ones, as of the arrivals, whoever has waited
+    # longer than that goes first all the same.
     head_start_ns = submit.priority * config.priority_step_ms * 1_000_000
-    order = (0 if resumed else 1, now_ns - head_start_ns, serial)
+    order = (0 if submit.resumed else 1, now_ns - head_start_ns, serial)
     return sequence_of(submit, max_outputs, order, now_ns)
 
 

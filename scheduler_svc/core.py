@@ -71,6 +71,7 @@ PROMPT_ROWS_MIN = 16
 MOVED_STEP_US = (
     50_000  # a step with rows of moved sequences takes this long, or twice as long as usual
 )
+SETTLING_NS = 10_000_000_000  # so long after a change of the group all prompts come in such steps
 MOVED_ROWS = (
     128  # that they get in their first step; as long as they use them up, twice as many in the next
 )
@@ -144,6 +145,7 @@ class Scheduler:
         )
         self._resumes = False  # the group stopped: the next step is the first one since
         self._first_plan = 0  # for running sequences since the group stopped, while it is under way
+        self._settling_until_ns = 0
         self._columns = columns
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Submit: self._submit,
@@ -355,7 +357,10 @@ class Scheduler:
 
     def _on_membership(self, membership: Membership, now_ns: int) -> None:
         # What came back when the group stopped may be planned already when it is told who goes on.
-        self._resumes |= membership.epoch != self._membership.epoch and not self._first_plan
+        changed = membership.epoch != self._membership.epoch
+        self._resumes |= changed and not self._first_plan
+        if changed and self._membership.epoch:
+            self._settling_until_ns = now_ns + SETTLING_NS
         self._membership = membership
 
     def _plan(
@@ -396,7 +401,7 @@ class Scheduler:
             return Prefill()
         prefill = take_chunks(
             self.rank,
-            self._prompt_rows(decoders),
+            self._prompt_rows(decoders, now_ns),
             max_num_seqs=self.config.max_num_seqs,
             watermark=self.config.prefill_watermark,
             stored=self._stored(now_ns),
@@ -475,20 +480,21 @@ class Scheduler:
 
     # ------------------------------------------------------------ making plans
 
-    def _prompt_rows(self, decoders: Decoders) -> int:
+    def _prompt_rows(self, decoders: Decoders, now_ns: int) -> int:
         """Rows that prompts may have beside the decoders, within the target for a step's time.
 
         A few they always have, so that every prompt gets done whatever the target. Sequences that moved here
         come in portions even without a target, and not in the first step of a group that had stopped: streams
         of all ranks wait for the slowest rank's step, and a fault shall not be seen in those that it did not
-        touch.
+        touch. So it is with arrivals, too, until the group has settled: a large step of theirs would be in the
+        way of those who run and of those who are on their way here.
         """
         rank, rows = self.rank, decoders.num_rows
-        if self._resumes and rows and self._moved_are_due():
+        if self._resumes and rows:
             return 0  # who runs has waited long enough for the group
         most = self.config.max_num_batched_tokens - rows
         target_us = self.config.target_itl_ms * 1000 if rows else 0.0
-        if not self._moved_are_due():
+        if not self._moved_are_due() and now_ns >= self._settling_until_ns:
             self._moved_rows = MOVED_ROWS
         elif not target_us:
             # From steps of a few rows each it is not known well what many rows cost.
@@ -505,12 +511,12 @@ class Scheduler:
         return max(within, least)
 
     def _moved_are_due(self) -> bool:
-        """Whether a sequence that has run before is in prefill, or is the next one."""
+        """Whether a sequence that is ahead of arrivals is in prefill, or is the next one."""
         rank = self.rank
         for sequence in rank.prefilling:
             if sequence.order[0] == 0:
                 return True
-        return bool(rank.waiting) and rank.waiting[0].order[0] == 0
+        return bool(rank.waiting) and rank.waiting[0].ahead
 
     def _evict(self, victim: Sequence, now_ns: int) -> None:
         """No block is left for its next token."""

@@ -1,8 +1,10 @@
 """Which prompts enter this step, and how much of each. Pure.
 
-First the prompts already begun, then the waiting queue in its order. A prompt may overtake one that does
-not fit into this step and has at least `OVERTAKES` times as much left, so a short question does not wait behind a book; but the oldest
-begun prompt gets its share of every step, and a waiting one is overtaken a bounded number of times.
+First the prompts already begun, then the waiting queue in its order; those that are ahead of arrivals, because
+they were accepted or ran before, also go before arrivals that are begun. A prompt may overtake one that does not
+fit into this step and has at least `OVERTAKES` times as much left, so a short question does not wait behind a book;
+but no arrival overtakes one that is ahead of it, the oldest begun prompt gets its share of every step, and a waiting
+one is overtaken a bounded number of times.
 
 Sequences of one request with the same prompt (`n > 1`) compute it once: one leads, the others wait
 beside the queue and are forked from it one token before its end (`Rank.fork`). Each then runs the last
@@ -202,11 +204,13 @@ class _Taking:
         """Whose turn it is; None when nobody can take more."""
         while self._open and not self._wants(self._open[0]):
             del self._open[0]
-        first = self._open[0] if self._open else next(self.startable(), None)
+        first = self._first()
         if first is None or self._remaining(first) <= self._left:
             return first
         waiting = list(self.startable())
         queue = [sequence for sequence in self._open if self._wants(sequence)] + waiting
+        if first.ahead:
+            queue = [sequence for sequence in queue if sequence.ahead]
         chosen = min(queue, key=self._remaining)
         if self._remaining(chosen) > self._remaining(first) // OVERTAKES:
             return first
@@ -214,6 +218,21 @@ class _Taking:
             for passed in waiting[: waiting.index(chosen)]:
                 passed.overtaken += 1
         return chosen
+
+    def _first(self) -> Sequence | None:
+        """Who is first in turn: begun or waiting, those ahead of arrivals or the others."""
+        first = self._open[0] if self._open else None
+        if first is not None and not first.ahead:
+            for sequence in self._open:
+                if sequence.ahead and self._wants(sequence):
+                    return sequence
+        if first is None or (
+            not first.ahead and self._rank.waiting and self._rank.waiting[0].ahead
+        ):
+            head = next(self.startable(), None)
+            if head is not None and (first is None or head.ahead):
+                return head
+        return first
 
     def startable(self) -> Iterator[Sequence]:
         """Waiting sequences that could start now, as far as one may go before those ahead of it.

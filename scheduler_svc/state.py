@@ -60,7 +60,8 @@ class Sequence(msgspec.Struct, eq=False):
     resumed: bytes  # int32 ids: the outputs that came with Submit
     max_outputs: int
     arrival_ns: int
-    order: tuple[int, int, int]  # place in the waiting queue; smaller goes first
+    # Place in the waiting queue, smaller goes first: 0 if it is ahead of arrivals else 1, then the time.
+    order: tuple[int, int, int]
     handle: int  # its name in TokenRows
     copy_key: int  # 63 bits of (request_id, index): the same on every rank and after every move
     table: "Table | None" = None  # with its row and outputs; None: not yet, or finished
@@ -89,6 +90,11 @@ class Sequence(msgspec.Struct, eq=False):
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
             self.scores = Scores(self.sampling, self.num_prompt)
+
+    @property
+    def ahead(self) -> bool:
+        """It goes ahead of arrivals: it ran before, or was accepted before."""
+        return self.order[0] == 0
 
     @property
     def plain(self) -> bool:

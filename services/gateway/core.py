@@ -764,7 +764,7 @@ class Core:
                 continue  # nothing runs yet that could tell whether the tokens would be the same
             del self._recovering[stream.number]
             if told in ("", self._fingerprint) and stream.entry.model == self._model.name:
-                self._placement.enqueue(stream, priority=1)
+                self._placement.enqueue(stream, resumed=True)
             else:
                 text = (
                     f"accepted by the model {stream.entry.model!r} with numerics {told!r}, the node"

@@ -63,8 +63,9 @@ class Placement:
         self._first_attempt = first_attempt
         self._eos_token_id = eos_token_id
         self.seats = Seats(seat_capacity)
-        # Heap: most urgent, then oldest. Entries that no longer wait are dropped when they surface.
-        self._waiting: list[tuple[int, int, int, Stream]] = []
+        # Heap: those that are resumed, then the oldest. Entries that no longer wait are dropped when
+        # they surface.
+        self._waiting: list[tuple[bool, int, int, Stream]] = []
         self._pushes = 0
         self._calls: dict[int, Stream] = {}  # Submits not answered
         # Seat, command, and when to repeat it (0: sent just now, the next tick decides).
@@ -129,7 +130,7 @@ class Placement:
                 )
                 self._give_up(stream, End("error", Code.INTERNAL, text))
             else:
-                self.enqueue(stream, priority=1)
+                self.enqueue(stream, resumed=True)
 
     def _give_up(self, stream: Stream, end: End) -> None:
         stream.end = end
@@ -137,7 +138,9 @@ class Placement:
 
     # --- placing ---
 
-    def enqueue(self, stream: Stream, priority: int = 0) -> None:
+    def enqueue(self, stream: Stream, resumed: bool = False) -> None:
+        """To be placed. `resumed`: a scheduler had it before, or may have had it; for good."""
+        stream.resumed |= resumed
         if stream.final is not None or stream.end is not None:
             return
         if stream.pin is not None:
@@ -146,9 +149,8 @@ class Placement:
         if stream.tokens and (end := stream.implied_end(self._eos_token_id)) is not None:
             self._give_up(stream, end)
             return
-        stream.priority = max(stream.priority, priority)
         self._pushes += 1
-        heapq.heappush(self._waiting, (-stream.priority, stream.number, self._pushes, stream))
+        heapq.heappush(self._waiting, (not stream.resumed, stream.number, self._pushes, stream))
 
     def dispatch(self, now_ns: int) -> None:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
@@ -184,11 +186,11 @@ class Placement:
     def _seat_for(self, stream: Stream, now_ns: int) -> Seat | None:
         """The least loaded seat; but a new sequence goes where the one before it of the same request
         went, which computes their prompt once, if that saves more than the imbalance costs."""
-        request_id, number = self._newest
+        (request_id, number), tokens = self._newest, stream.num_tokens_max
         if stream.tokens or stream.request_id != request_id:
-            return self.seats.least_loaded(now_ns, stream.num_tokens_max)
+            return self.seats.least_loaded(now_ns, tokens, resumed=stream.resumed)
         worth = stream.entry.prompt_tokens // BLOCK_SIZE
-        return self.seats.least_loaded(now_ns, stream.num_tokens_max, number, worth)
+        return self.seats.least_loaded(now_ns, tokens, number, worth, resumed=stream.resumed)
 
     def take_ended(self) -> list[Stream]:
         """Streams that need no seat any more: their tokens say that they have ended."""
@@ -217,6 +219,8 @@ class Placement:
             stream.sampling,
             stream.outputs(),
             stream.priority,
+            # What was acknowledged and is said again was forgotten there, or still waits or runs.
+            stream.resumed or stream.place.acknowledged,
         )
         self._send(seat.peer, message)
 
@@ -293,6 +297,7 @@ class Placement:
             or stream.place.seat != seat.number
         ):
             return None
+        acknowledged = stream.place.acknowledged
         self._unplace(stream)
         if message.code in LATER:
             seat.not_before_ns = now_ns + REFUSED_NS
@@ -300,7 +305,7 @@ class Placement:
             stream.tries += 1
             if message.code not in ANEW or stream.tries >= REFUSALS_MAX:
                 return stream, End("error", message.code, message.message)
-        self.enqueue(stream)
+        self.enqueue(stream, resumed=acknowledged)
         return None
 
     def on_done(self, peer: bytes, call: int) -> None:
@@ -361,12 +366,12 @@ class Placement:
                 stream.take(msgspec.structs.replace(item, finish_reason=None))
             self._final_seen(seat, stream.request_id, stream.index, place.attempt)
             self._unplace(stream)
-            self.enqueue(stream, priority=1)
+            self.enqueue(stream, resumed=True)
             return (len(stream.tokens), stream.num_scores) > before
         if stream.lacks_logprobs(item):
             # Of tokens that an earlier place made its scheduler never had any: they are made again.
             self.release(stream, None if item.finish_reason is not None else "abort")
-            self.enqueue(stream, priority=1)
+            self.enqueue(stream, resumed=True)
             return False
         if not stream.take(item):
             self._ask(stream, place, seat, now_ns)

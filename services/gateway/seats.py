@@ -79,7 +79,13 @@ class Seats:
         return tuple(seat.load for _, seat in seats if seat.load and seat.peer)
 
     def least_loaded(
-        self, now_ns: int, tokens: int, beside: int = -1, worth: int = 0
+        self,
+        now_ns: int,
+        tokens: int,
+        beside: int = -1,
+        worth: int = 0,
+        *,
+        resumed: bool = False,
     ) -> Seat | None:
         """Where the next sequence goes; None while no seat takes one.
 
@@ -87,11 +93,14 @@ class Seats:
             tokens: A seat whose pool is too small for so many gets it only if no other has more room:
                 ranks that join later may have smaller pools than what was accepted before.
             beside: A seat that is preferred as long as it runs at most `worth` sequences more.
+            resumed: It goes ahead of the arrivals that wait at a seat, so a seat that is full of them is
+                given it all the same, up to as many again: its table has rows for that.
         """
+        capacity = 2 * self._capacity if resumed else self._capacity
         usable = [
             seat
             for seat in self.by_number.values()
-            if seat.takes(now_ns) and len(seat.streams) < self._capacity
+            if seat.takes(now_ns) and len(seat.streams) < capacity
         ]
         if not usable:
             return None

@@ -78,6 +78,7 @@ class Stream:
         self.attempt = 0
         self.place: Place | None = None
         self.priority = 0
+        self.resumed = False  # a scheduler had it before, or may have had it
         self.pin: int | None = None  # the only seat that it may be placed at
         self.silent = False  # its text is for nobody (`replays.py`)
         self.seat = -1  # where it was placed last

@@ -90,15 +90,52 @@ def test_the_queue_is_bounded_but_not_for_resumed_ones() -> None:
         (3, Code.OVERLOADED),
         (4, Code.OVERLOADED),
     ]
-    story.submit(5, outputs=[4], attempt=1)
-    story.submit(6, outputs=[4], attempt=1)
+    story.submit(5, outputs=[4])
+    story.submit(6, resumed=True)  # before its first output was heard of
     assert len(story.of(Refusal)) == 2
-    story.submit(7, outputs=[4], attempt=1)  # the table itself is full
+    story.submit(7, resumed=True)  # the table itself is full
     assert [r.call for r in story.of(Refusal)] == [3, 4, 7]
     story.run()
     story.submit(3)
     story.run()
     assert story.outputs(3) == story.expected(3, 20)
+
+
+def test_a_first_attempt_is_an_arrival_whatever_its_number() -> None:
+    """A gateway counts its attempts from its incarnation times a large number."""
+    story = Story(max_num_seqs=1, max_waiting=2)
+    for number in range(4):
+        story.submit(number, attempt=(1 << 20) + number)
+    assert [(r.call, r.code) for r in story.of(Refusal)] == [(3, Code.OVERLOADED)]
+
+
+def test_resumed_ones_go_ahead_of_arrivals_and_among_themselves_by_age() -> None:
+    story = Story(max_num_seqs=1, max_waiting=8, priority_step_ms=1000)
+    story.submit(0)
+    story.submit(1)
+    story.submit(2, priority=5)  # among arrivals
+    story.now_ns += 60_000_000_000  # however long these have waited
+    story.submit(3, resumed=True, priority=-1)
+    story.submit(4, resumed=True)
+    story.submit(5, resumed=True)
+    waiting = [int(sequence.request_id, 16) for sequence in story.core.rank.waiting]
+    assert waiting == [4, 5, 3, 2, 1]
+    story.run()
+    for number in range(6):
+        assert story.outputs(number) == story.expected(number, 20)
+
+
+def test_a_preempted_one_is_ahead_of_arrivals_as_well() -> None:
+    story = Story(num_blocks=4, max_waiting=8)
+    story.submit(0, 100, max_tokens=200)
+    story.submit(1, 120, max_tokens=200)
+    story.submit(2, 250)
+    while not any(story.core.rank.t.preemptions):
+        story.step()
+    preempted, arrival = story.core.rank.waiting
+    assert preempted.ahead and not arrival.ahead and arrival.request_id == request_id(2)
+    story.run()
+    assert story.outputs(2) == story.expected(2, 20)
 
 
 def test_a_prompt_node_gives_one_output() -> None:

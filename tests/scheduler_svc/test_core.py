@@ -268,13 +268,15 @@ def test_the_first_step_after_a_stop_is_of_those_who_ran() -> None:
     story.submit(1, 10, max_tokens=30)
     story.step(3)
     story.event(Membership(4, True))  # a peer fell
-    story.submit(2, 100, attempt=1, max_tokens=5)
+    story.submit(3, 10, max_tokens=5)  # nor for those of arrivals
+    story.submit(2, 100, resumed=True, max_tokens=5)
     story.finish(abandon=True)
     assert [rows for _, rows in story.rows()] == [1]
     story.finish()
-    assert [rows for _, rows in story.rows()] == [1, 100]
+    assert [rows for _, rows in story.rows()] == [1, 100, 10]
     story.run()
-    assert [story.outputs(n) == story.expected(n, c) for n, c in ((1, 30), (2, 5))] == [True] * 2
+    for number, count in ((1, 30), (2, 5), (3, 5)):
+        assert story.outputs(number) == story.expected(number, count)
 
 
 def test_the_plan_made_in_a_stop_is_the_first_step_of_the_next_group() -> None:
@@ -285,7 +287,7 @@ def test_the_plan_made_in_a_stop_is_the_first_step_of_the_next_group() -> None:
     story.finish(abandon=True)
     assert [rows for _, rows in story.rows()] == [1]
     story.event(Membership(4, True))
-    story.submit(2, 100, attempt=1, max_tokens=5)
+    story.submit(2, 100, resumed=True, max_tokens=5)
     story.finish()
     assert [rows for _, rows in story.rows()] == [1, 100]
 
@@ -315,7 +317,7 @@ def test_the_second_step_after_a_stop_is_not_planned_ahead() -> None:
     story.finish(abandon=True)
     story.event(Membership(4, True))
     assert [flight.num_rows for flight in story.core.flights] == [1]
-    story.submit(2, 100, attempt=1, max_tokens=5)
+    story.submit(2, 100, resumed=True, max_tokens=5)
     assert [flight.num_rows for flight in story.core.flights] == [1]
     story.finish()
     assert [flight.num_rows for flight in story.core.flights] == [101, 2], "ahead again"
@@ -324,7 +326,7 @@ def test_the_second_step_after_a_stop_is_not_planned_ahead() -> None:
 def test_after_a_stop_nobody_waits_where_nobody_runs() -> None:
     story = Story()
     story.event(Membership(4, True))
-    story.submit(2, 100, attempt=1, max_tokens=5)
+    story.submit(2, 100, resumed=True, max_tokens=5)
     assert [rows for _, rows in story.rows()] == [100]
 
 

@@ -69,21 +69,82 @@ def test_without_a_target_they_stall() -> None:
     assert p99_ms(world, 3 * SECOND, 8 * SECOND) > 4 * p99_ms(world, SECOND, 2 * SECOND)
 
 
-@pytest.mark.parametrize("attempt", [0, 1])
-def test_those_that_moved_here_do_not_stall_those_that_were_here(attempt: int) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+def test_those_that_moved_here_do_not_stall_those_that_were_here(resumed: bool) -> None:
     """Fresh prompts do, without a target."""
     world = Paced(SchedulerConfig(max_num_batched_tokens=8192))
     for number in range(STREAMS):
         world.arrive(0, number, 50, 4000)
     for number in range(4):
-        world.arrive(2 * SECOND, 100 + number, 8000, 5, attempt=attempt)
+        world.arrive(2 * SECOND, 100 + number, 8000, 5, resumed=resumed)
     world.run(6 * SECOND)
     gaps = [np.diff(world.served[number].tokens_ns).max() / MS for number in range(STREAMS)]
-    if attempt:
+    if resumed:
         assert max(gaps) < 1.2 * MOVED_STEP_US / 1000
     else:
         assert max(gaps) > 8000 * ROW_US / 1000
     assert all(len(world.served[100 + number].tokens_ns) == 5 for number in range(4))
+
+
+def fallen(arrivals: int, moved: int) -> Paced:
+    """Sixteen streams; at 2 s so many long prompts come and a peer falls, then so many move here."""
+    world = Paced(SchedulerConfig(max_num_batched_tokens=8192))
+    for number in range(STREAMS):
+        world.arrive(0, number, 50, 4000)
+    for number in range(arrivals):
+        world.arrive(2 * SECOND, 200 + number, 8000, 5)
+    world.run(2 * SECOND + 10 * MS)
+    world.stop()
+    for number in range(moved):
+        world.arrive(2 * SECOND + 60 * MS, 100 + number, 2000, 50, resumed=True)
+    return world
+
+
+@pytest.mark.parametrize("moved", [0, 4])
+def test_after_a_loss_arrivals_stall_neither_survivors_nor_those_who_moved(moved: int) -> None:
+    world = fallen(8, moved)
+    world.run(8 * SECOND)
+    for number in range(STREAMS):
+        times = np.array(world.served[number].tokens_ns)
+        # What was abandoned had its time, too.
+        assert np.diff(times[times > 2 * SECOND + 10 * MS]).max() / MS < 1.2 * MOVED_STEP_US / 1000
+    for number in range(moved):
+        assert world.served[100 + number].ttft_ms < 1000
+    assert all(len(world.served[200 + number].tokens_ns) == 5 for number in range(8))
+
+
+def test_those_who_moved_go_before_arrivals_that_are_begun() -> None:
+    """All but a quarter of each step, which is the oldest arrival's."""
+    world, alone = fallen(8, 4), fallen(0, 4)
+    for one in (world, alone):
+        one.run(8 * SECOND)
+        assert one.core.rank.num_waiting == 0
+    last, quick = (
+        max(one.served[100 + number].ttft_ms for number in range(4)) for one in (world, alone)
+    )
+    assert last <= 1.6 * quick
+
+
+def test_those_who_move_do_not_starve_an_arrival_that_is_begun() -> None:
+    world = Paced(SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256))
+    world.arrive(0, 0, 20_000, 1)
+    for number in range(4000):
+        world.arrive(10 * MS + number * 2 * MS, 10 + number, 200, 1, resumed=True)
+    world.run(60 * SECOND)
+    step_ms = (STEP_US + ROW_US * 256 + CONTEXT_US * 256 * 20_000) / 1000
+    assert world.served[0].ttft_ms <= 4.5 * 20_000 / 256 * step_ms
+
+
+def test_a_short_arrival_does_not_overtake_one_that_moved() -> None:
+    """It would overtake a long arrival."""
+    for resumed in (False, True):
+        world = Paced(SchedulerConfig(max_num_batched_tokens=256))
+        world.arrive(0, 0, 5000, 1, resumed=resumed)
+        world.arrive(1, 1, 5000, 1, resumed=resumed)
+        world.arrive(2, 2, 300, 1)
+        world.run(10 * SECOND)
+        first, second, short = (world.served[number].tokens_ns[0] for number in range(3))
+        assert (short > second > first) if resumed else (short < first)
 
 
 def test_a_short_prompt_overtakes_a_long_one() -> None:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.messages import Get, GetDone, Submit, Submitted
 from phalanx.protocol.queues import Phase
 from phalanx.protocol.steps import Restore, StepResult
@@ -311,6 +312,26 @@ def too_large_is_queued(patch: Patch) -> None:
     patch.setattr("phalanx.scheduler_svc.admission.blocks_for", lambda num_tokens: 0)
 
 
+def attempts_tell_what_is_resumed(patch: Patch) -> None:
+    """The first attempt of a gateway has a large number: so everything counts as resumed."""
+
+    def by_number(submit: Submit, *rest: Any) -> Sequence:
+        return admit(msgspec.structs.replace(submit, resumed=submit.attempt > 0), *rest)
+
+    admit = core_module.admit
+    patch.setattr(core_module, "admit", by_number)
+
+
+def queue_without_a_bound(patch: Patch) -> None:
+    def generous(
+        submit: Submit, worker: Any, rank: Rank, config: SchedulerConfig, *rest: Any
+    ) -> Sequence:
+        return admit(submit, worker, rank, msgspec.structs.replace(config, max_waiting=999), *rest)
+
+    admit = core_module.admit
+    patch.setattr(core_module, "admit", generous)
+
+
 def lost_worker_keeps_sequences(patch: Patch) -> None:
     def keeps(self: Scheduler, *ignored: Any) -> None:
         self.flights.clear()
@@ -480,6 +501,8 @@ PLANTED: list[tuple[Planter, int]] = [
     (old_attempt_stays, 120),
     (final_said_once, 20),
     (too_large_is_queued, 30),
+    (attempts_tell_what_is_resumed, 20),
+    (queue_without_a_bound, 60),
     (lost_worker_keeps_sequences, 20),
     (fork_shares_the_last_block, 60),
     (fork_leaves_the_slot, 60),

@@ -328,7 +328,10 @@ class World:
                     np.array(t, np.int32).tobytes() for t in (request.prompt, request.outputs)
                 )
                 name = f"{request.number:032x}"
-                found.append(Submit(1, name, 0, request.attempt, ids, sampling, outputs))
+                resumed = request.attempt > 0
+                found.append(
+                    Submit(1, name, 0, request.attempt, ids, sampling, outputs, resumed=resumed)
+                )
         return found
 
     def take_tokens(self, rank: SimRank, message: Tokens) -> None:

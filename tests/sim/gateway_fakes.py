@@ -178,16 +178,18 @@ class FakeScheduler:
         *,
         slots: int = 4,
         blocks: int = 1000,
+        queue: int = 100,
         inexact: bool = False,
     ) -> None:
-        """`inexact`: the tokens depend on where a sequence was taken up, and by whom."""
+        """`inexact`: the tokens depend on where a sequence was taken up, and by whom. Arrivals are refused
+        when `queue` sequences wait."""
         self.seat, self.incarnation, self.inexact = seat, incarnation, inexact
         self.sequences: dict[tuple[str, int], Running] = {}
         self.over: dict[tuple[str, int], int] = {}
         self.worker = 0  # incarnation; 0: none
         self.member = False
         self.seq = self.handles = 0
-        self.slots, self.blocks = slots, blocks
+        self.slots, self.blocks, self.queue = slots, blocks, queue
         self.most = 0  # live sequences at once, ever
 
     def load(self) -> SeatLoad:
@@ -237,7 +239,7 @@ class FakeScheduler:
         if not (self.worker and self.member):
             return []
         running = [s for s in self.sequences.values() if s.finish is None]
-        running.sort(key=lambda s: -s.submit.priority)
+        running.sort(key=lambda s: (not s.submit.resumed, -s.submit.priority))
         items, rows = [], []
         for one in running[: self.slots]:
             before = len(one.outputs)
@@ -268,12 +270,15 @@ class FakeScheduler:
             return [Refusal(submit.call, Code.UNKNOWN_REQUEST, "over")]
         if not (self.worker and self.member):
             return [Refusal(submit.call, Code.NOT_READY, "no worker")]
-        self.handles += 1
         outputs = list(memoryview(submit.outputs).cast("i"))
+        assert submit.resumed or not outputs, "it has run before, and comes as an arrival"
+        live = sum(one.finish is None for one in self.sequences.values())
+        if not submit.resumed and live >= self.slots + self.queue:
+            return [Refusal(submit.call, Code.OVERLOADED, "the queue is full")]
+        self.handles += 1
         running = Running(submit, outputs, handle=self.handles)
         self.sequences[key] = running
-        live = sum(one.finish is None for one in self.sequences.values())
-        self.most = max(self.most, live)
+        self.most = max(self.most, live + 1)
         replies: list[BusToGateway] = [Submitted(submit.call, self.seat, self.incarnation)]
         if running.outputs and self._ended(running):
             replies.append(self._tokens([self._item(running, len(running.outputs))]))

@@ -181,6 +181,8 @@ class World:
         self._core_type = core
         self._max_open = max_open
         self._inexact = inexact  # what is computed anew gives other tokens
+        # In some runs a scheduler refuses arrivals before it has all that the gateway would give it.
+        self._queue = 1 if seed % 3 == 1 else 100
         self.disk = Disk()
         self.gateway: Core | None = None
         self.gateway_incarnation = 0
@@ -361,7 +363,9 @@ class World:
 
     def start_scheduler(self, seat: int) -> None:
         self.scheduler_incarnations[seat] += 1
-        scheduler = FakeScheduler(seat, self.scheduler_incarnations[seat], inexact=self._inexact)
+        scheduler = FakeScheduler(
+            seat, self.scheduler_incarnations[seat], queue=self._queue, inexact=self._inexact
+        )
         self.schedulers[seat] = scheduler
         self._set_seat(seat, scheduler_incarnation=scheduler.incarnation)
         self._look(scheduler)

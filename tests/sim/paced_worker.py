@@ -38,10 +38,11 @@ class Paced:
         slots = config.max_num_seqs
         hello = WorkerHello(1, num_blocks, slots, 1 << 18, 100, 1, 1, 1, "a", "b", 0, 0, "paced")
         self.core.handle(hello, 0)
-        self.core.handle(Membership(2, True), 0)
+        self.epoch = 2
+        self.core.handle(Membership(self.epoch, True), 0)
         self.now_ns = 0
         self.served: dict[int, Served] = {}
-        self._arrivals: list[tuple[int, int, int, int, int, int]] = []
+        self._arrivals: list[tuple[int, int, int, int, int, bool]] = []
         self._plans: list[StepPlan] = []
         self._done_ns = 0  # when the worker is done with its oldest plan
         self._handles = Handles()
@@ -53,9 +54,9 @@ class Paced:
         prompt: int,
         outputs: int,
         priority: int = 0,
-        attempt: int = 0,
+        resumed: bool = False,
     ) -> None:
-        heapq.heappush(self._arrivals, (at_ns, number, prompt, outputs, priority, attempt))
+        heapq.heappush(self._arrivals, (at_ns, number, prompt, outputs, priority, resumed))
 
     def run(self, until_ns: int) -> None:
         """Until then, or until nothing is left to do."""
@@ -73,13 +74,22 @@ class Paced:
                 return
             self._decide()
 
+    def stop(self) -> None:
+        """A peer falls: what is under way is abandoned, and the group goes on without it."""
+        for plan in self._plans:
+            self.core.handle(StepResult(plan.seq, aborted=True), self.now_ns)
+        self._plans.clear()
+        self.epoch += 2
+        self.core.handle(Membership(self.epoch, True), self.now_ns)
+        self._decide()
+
     def _submit(
-        self, at_ns: int, number: int, prompt: int, outputs: int, priority: int, attempt: int
+        self, at_ns: int, number: int, prompt: int, outputs: int, priority: int, resumed: bool
     ) -> None:
         self.served[number] = Served(at_ns)
         sampling = Sampling(seed=number, max_tokens=outputs, ignore_eos=True)
         ids = np.full(prompt, 7, np.int32).tobytes()
-        submit = Submit(number, f"{number:032x}", 0, attempt, ids, sampling, b"", priority)
+        submit = Submit(number, f"{number:032x}", 0, 0, ids, sampling, b"", priority, resumed)
         self.core.handle(submit, self.now_ns)
 
     def _decide(self) -> None:

@@ -1,6 +1,6 @@
 """Everything that must hold in a scheduler core after every event."""
 
-from phalanx.protocol.messages import AbortSequence, FinishReason, Tokens
+from phalanx.protocol.messages import AbortSequence, FinishReason, Submit, Tokens
 from phalanx.protocol.steps import StepPlan
 from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.plan import Flight
@@ -21,6 +21,8 @@ class Onlooker:
         self._sent: dict[Attempt, int] = {}  # tokens
         self._admitted: dict[Attempt, Sequence] = {}
         self._writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
+        self._resumed: dict[Attempt, bool] = {}  # as its Submit said
+        self._no_room: set[Attempt] = set()  # arrivals that came to a full queue
 
     def new_worker(self) -> None:
         """Sequences begin anew, under the same attempt if nobody has heard of their tokens."""
@@ -29,13 +31,27 @@ class Onlooker:
         self._sent.clear()
 
     def takes(self, event: object) -> None:
-        """Before the core does: an abort decides the end of a sequence."""
+        """Before the core does: an abort decides the end of a sequence, a full queue that of an arrival."""
+        if isinstance(event, Submit):
+            self._arrives(event)
         if not isinstance(event, AbortSequence):
             return
         known = self.core.sequences.get((event.request_id, event.index))
         if known is not None and known.attempt == event.attempt and known.finish is None:
             attempt = (event.request_id, event.index, event.attempt)
             self._aborted[attempt] = (self._sent.get(attempt, known.num_outputs), event.reason)
+
+    def _arrives(self, submit: Submit) -> None:
+        assert submit.resumed or not submit.outputs, "it has run before, and comes as an arrival"
+        core, key = self.core, (submit.request_id, submit.index)
+        known, attempt = core.sequences.get(key), (*key, submit.attempt)
+        if known is not None and known.attempt == submit.attempt:
+            return
+        self._resumed[attempt] = submit.resumed
+        if not submit.resumed and core.rank.num_waiting >= core.config.max_waiting:
+            self._no_room.add(attempt)
+        else:
+            self._no_room.discard(attempt)
 
     def said(self, message: Tokens) -> None:
         for item in self.handles.items(message):
@@ -86,10 +102,24 @@ class Onlooker:
             assert first is sequence, f"{attempt} was started twice"
             sent = self._sent.get(attempt, 0)
             assert sequence.num_outputs >= sent, f"{attempt} forgot tokens that it has told"
+            assert attempt not in self._no_room, f"{attempt} was taken into a full queue"
+        self._no_room.clear()
+        self._check_order()
         if core.accepting and core.live and not core.busy:
             held = core.store is not None and core.store.holders()
             asked = core.restorer is not None and core.restorer.due_ns is not None
             assert held or asked, f"seat {core.seat}: {core.live} sequences and nothing runs"
+
+    def _check_order(self) -> None:
+        """Those that were accepted or ran before wait ahead of arrivals, and nobody else does."""
+        waiting = self.core.rank.waiting
+        ahead = [sequence.ahead for sequence in waiting]
+        assert ahead == sorted(ahead, reverse=True), "an arrival waits ahead of one that is resumed"
+        preemptions = self.core.rank.t.preemptions
+        for sequence in waiting:
+            attempt = (sequence.request_id, sequence.index, sequence.attempt)
+            ran = self._resumed[attempt] or preemptions[sequence.row] > 0
+            assert sequence.ahead == ran, f"{attempt} waits in the wrong part of the queue"
 
 
 def check_clean(core: Scheduler) -> None:

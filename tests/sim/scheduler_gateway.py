@@ -35,6 +35,7 @@ from sim.hash_worker import EOS, MAX_MODEL_LEN, fault_free
 from sim.token_rows import Handles
 
 RETRY_NS = 40_000_000
+FIRST_ATTEMPT = 1 << 20  # as of the first gateway of a node
 Send = Callable[[int, BusFromGateway], None]  # (seat, message)
 After = Callable[[int, Callable[[], None]], None]  # (delay_ns, what then)
 
@@ -50,14 +51,14 @@ class Request:
     outputs: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # as far as asked for
     scores: bytes = b""  # of the prompt, as far as asked for
-    attempt: int = -1
+    attempt: int = FIRST_ATTEMPT - 1
     seat: int = -1
     placed: bool = False  # Submitted was heard for this attempt
+    resumed: bool = False  # some scheduler had it before
     finish: FinishReason | None = None
     code: Code | None = None
     refused: str = ""
     abort: FinishReason | None = None  # asked for, with this reason
-    moves: int = 0
 
     @property
     def over(self) -> bool:
@@ -109,7 +110,7 @@ class ModelGateway:
         self._handles.clear()
         for request in self.requests.values():
             if not request.over:
-                request.seat, request.placed = -1, False
+                request.seat, request.placed, request.resumed = -1, False, True
                 request.outputs, request.logprobs, request.scores = [], [], b""
         for seat in seats:
             self._ask(seat, self.incarnation, 5)
@@ -130,6 +131,7 @@ class ModelGateway:
         """A new attempt on some accepting seat; none: later."""
         if request.over:
             return
+        request.resumed |= request.placed
         request.attempt, request.placed, request.seat = request.attempt + 1, False, -1
         self._find_seat(request, request.attempt)
 
@@ -165,7 +167,8 @@ class ModelGateway:
             np.array(request.prompt, np.int32).tobytes(),
             request.sampling,
             np.array(request.outputs, np.int32).tobytes(),
-            priority=request.moves,
+            priority=len(request.prompt) % 3 - 1,
+            resumed=request.resumed,
         )
         self._send(request.seat, submit)
         self._after(RETRY_NS, lambda: self._submit(request, attempt))
@@ -233,7 +236,7 @@ class ModelGateway:
     def _move_all(self, seat: int) -> None:
         for request in list(self.requests.values()):
             if request.seat == seat and not request.over:
-                request.moves += 1
+                request.resumed = True
                 self._place(request)
 
     def _refused(self, seat: int, refusal: Refusal) -> None:

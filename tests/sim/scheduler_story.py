@@ -90,9 +90,11 @@ class Story:
         attempt: int = 0,
         outputs: Sequence[int] = (),
         priority: int = 0,
+        resumed: bool | None = None,
         **sampling: object,
     ) -> None:
-        """A prompt of that many tokens, or these tokens. End tokens are off unless told."""
+        """A prompt of that many tokens, or these tokens. End tokens are off unless told. It is resumed if it has
+        outputs, unless told."""
         settings = {"seed": number, "max_tokens": 20, "ignore_eos": True, **sampling}
         chosen = msgspec.convert(settings, Sampling)
         ids = (
@@ -109,6 +111,7 @@ class Story:
                 chosen,
                 np.array(outputs, np.int32).tobytes(),
                 priority,
+                bool(outputs) if resumed is None else resumed,
             )
         )
 

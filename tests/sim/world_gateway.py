@@ -91,7 +91,10 @@ class GatewayBody(Body):
     def __init__(self, node: "Node", child: "Child") -> None:
         super().__init__(node, child)
         world, config = self.world, self.world.shape.config
-        capacity = min(4 * config.max_num_seqs, config.max_waiting)
+        # As the shell has it; in other runs so many that schedulers refuse some.
+        capacity = 4 * config.max_num_seqs
+        if world.seed % 2:
+            capacity = min(capacity, config.max_waiting)
         settings = Settings(
             MODEL,
             self.incarnation,

@@ -8,6 +8,7 @@ import pytest
 from gateway_desk import MS, T0, T1, Desk, texts
 
 from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.messages import (
     Abort,
     AbortSequence,
@@ -217,7 +218,7 @@ def test_tokens_of_dead_places_count_for_nothing() -> None:
     desk.scheduler(0, incarnation=2)
     ((other, new),) = desk.submits()
     assert other == b"scheduler-1#1" and new.outputs == array("i", [10]).tobytes()
-    assert (new.attempt, new.priority) == (old.attempt + 1, 1)
+    assert (new.attempt, new.resumed, old.resumed) == (old.attempt + 1, True, False)
     desk.produces(seat, old, 1, 66, seq=2)  # of the dead scheduler
     desk.produces(other, old, 1, 67, seq=1)  # of a former attempt
     desk.produces(other, new, 1, 11, seq=2)
@@ -227,18 +228,64 @@ def test_tokens_of_dead_places_count_for_nothing() -> None:
 
 
 def test_a_lost_worker_moves_its_streams_ahead_of_arrivals() -> None:
-    desk = Desk(capacity=1)
-    for i in range(4):
+    desk = Desk(seats=3, capacity=1)
+    for i in range(5):
         desk.asks(Generate(i, prompt_token_ids=(i + 2,), sampling=Sampling(max_tokens=5)))
     running = desk.submits()
-    assert [s.prompt[0] for _, s in running] == [2, 3]
-    lost = msgspec.structs.replace(desk.topology.seats[1], state="lost")
-    desk.core.on_topology(Topology(4, (desk.topology.seats[0], lost)), desk.now)
+    assert [(s.prompt[0], s.resumed) for _, s in running] == [(2, False), (3, False), (4, False)]
+    first, *others = desk.topology.seats
+    lost = [msgspec.structs.replace(seat, state="lost") for seat in others]
+    desk.core.on_topology(Topology(4, (first, *lost)), desk.now)
     desk.turn()
-    assert not desk.submits()  # no seat has room: it waits, and nobody is told an error
-    desk.produces(b"scheduler-0#1", running[0][1], 0, 9, finish="length")
+    # The seat is full of arrivals, and it is given as many again that go ahead of them.
     ((peer, moved),) = desk.submits()
-    assert (peer, moved.prompt[0], moved.priority) == (b"scheduler-0#1", 3, 1)
+    assert (peer, moved.prompt[0], moved.resumed) == (b"scheduler-0#1", 3, True)
+    desk.produces(b"scheduler-0#1", running[0][1], 0, 9, finish="length")
+    ((peer, moved),) = desk.submits()  # the next one waited, and nobody was told an error
+    assert (peer, moved.prompt[0], moved.resumed) == (b"scheduler-0#1", 4, True)
+    desk.produces(b"scheduler-0#1", moved, 0, 9, finish="length", seq=2)
+    assert not desk.submits()  # arrivals are given no more than before
+    assert not any(isinstance(message, Error | Final) for message in desk.told())
+
+
+def test_what_no_rank_has_room_for_waits_here_and_is_offered_again() -> None:
+    desk = Desk()
+    desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.says(seat, Refusal(submit.call, Code.OVERLOADED, "full"))
+    ((other, again),) = desk.submits()
+    assert other != seat and (again.attempt, again.resumed) == (submit.attempt + 1, False)
+    desk.says(other, Refusal(again.call, Code.OVERLOADED, "full"))
+    assert not desk.submits() and not desk.told()
+    for _ in range(20):  # for as long as it takes
+        desk.passes(200)
+        ((seat, submit),) = desk.submits()
+        assert not submit.resumed
+        desk.says(seat, Refusal(submit.call, Code.OVERLOADED, "full"))
+        ((seat, submit),) = desk.submits()
+        desk.says(seat, Refusal(submit.call, Code.OVERLOADED, "full"))
+    desk.passes(200)
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, finish="length")
+    desk.decodes()
+    assert texts(desk.told()) == "[10]"
+
+
+def test_what_a_scheduler_had_is_not_new_when_it_is_said_again() -> None:
+    desk = Desk()
+    desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.passes(COMMAND_RETRY_MS + 100)
+    ((_, again),) = desk.submits()
+    assert again == submit and not again.resumed  # for all that is known the first one got lost
+    desk.says(seat, Submitted(submit.call, 0, 1))
+    while not (said := desk.submits()):
+        desk.passes(1_000)  # quiet: it may have been forgotten there
+    ((_, again),) = said
+    assert again == msgspec.structs.replace(submit, resumed=True)
+    desk.says(seat, Refusal(again.call, Code.OVERLOADED, "full"))
+    ((other, moved),) = desk.submits()
+    assert other != seat and moved.resumed
 
 
 def test_a_request_that_fells_every_rank_is_given_up_and_others_are_not() -> None:
@@ -609,7 +656,7 @@ def test_a_finished_stream_let_go_for_memory_is_produced_again(
     desk.asks(Attach(9, ids[0], (1,)))
     assert isinstance(desk.told()[0], Accepted)
     ((seat, submit),) = desk.submits()
-    assert submit.request_id == ids[0] and submit.priority == 1
+    assert submit.request_id == ids[0] and submit.resumed
     desk.produces(seat, submit, 0, 10, 11, 12, finish="length")
     desk.decodes()
     delta, final = desk.told()
@@ -636,6 +683,7 @@ def test_a_new_gateway_adopts_what_runs_and_submits_only_the_rest() -> None:
     desk.scheduler(1)
     ((_, submit),) = desk.submits()
     assert (submit.index, submit.outputs, submit.attempt) == (0, b"", 7 << 20)
+    assert submit.resumed  # it was accepted before, and may have run
     assert (b"scheduler-0#1", Resend("r" * 32, 1, 33, 2)) in desk.bus
     desk.says(T0, Hello("tokenizer-0", "tokenizer", 1))
     desk.asks(Attach(1, "r" * 32, (0, 1)))

@@ -174,6 +174,17 @@ def _lost_seats_keep_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Placement, "_move_all", lambda self, seat, fell=True: None)
 
 
+def _moved_ones_come_as_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Placement.enqueue
+    monkeypatch.setattr(
+        Placement, "enqueue", lambda self, stream, resumed=False: original(self, stream)
+    )
+
+
+def _refused_for_now_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.services.gateway.placement.LATER", ())
+
+
 def _handles_outlive_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Placement._unplace
 
@@ -256,6 +267,8 @@ PLANTED = [
     _final_never_seen,
     _carry_lost,
     _lost_seats_keep_their_streams,
+    _moved_ones_come_as_arrivals,
+    _refused_for_now_is_refused,
     _handles_outlive_their_place,
     _attempts_start_anew,
     _seeds_not_derived,
