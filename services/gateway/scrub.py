@@ -51,9 +51,10 @@ def probe_of(request: Request, vocab_size: int) -> Entry | None:
 def bits_of(stream: Stream) -> Bits | None:
     """What a rank made of a probe; None when it did not get to make it."""
     end = stream.end
-    if end is None or end.reason == "abort":
+    if end is None:
         return None
-    if end.reason == "error" and end.code is not Code.NAN_LOGITS:  # that is a number as well
+    # NaN is a number as well; an end for want of KV blocks (a `length` with a code) says nothing of any.
+    if end.code is not Code.NAN_LOGITS and (end.code or end.reason not in ("stop", "length")):
         return None
     count = min(len(stream.tokens), len(stream.logprobs))
     return tuple(stream.tokens[:count]), tuple(stream.logprobs[:count])

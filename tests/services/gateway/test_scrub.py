@@ -164,6 +164,19 @@ def test_a_lost_rank_is_no_finding() -> None:
     assert bench.compare() == [2, 1] and bench.found() == Scrubbed(1, 0)
 
 
+def test_a_probe_that_ends_for_want_of_blocks_says_nothing() -> None:
+    bench = Bench(2)
+    bench.request()
+    (seat, submit), (other, same) = bench.probes()
+    item = TokensItem(
+        submit.request_id, 0, submit.attempt, 0, (), "length", Code.KV_PRESSURE, "full"
+    )
+    bench.says(b"scheduler-%d#1" % seat, Tokens(seat, 1, 99, (item,)))
+    bench.answer(other, same)
+    assert bench.found() is None
+    assert sorted(bench.compare()) == [0, 1] and bench.found() == Scrubbed(1, 0)
+
+
 def test_broken_numbers_are_numbers_too() -> None:
     bench = Bench(3)
     bench.request()
