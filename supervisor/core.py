@@ -127,7 +127,7 @@ class SupervisorCore:
         """We ourselves did not run for a while (a paused container, a loaded machine): what looks like
         the children's silence is perhaps our own, so it starts to count only now."""
         for process in self.processes.values():
-            process.life, process.progress_ns = Patience(now_ns), now_ns
+            process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
         for seat in self.group.waiting:
             self.group.waiting[seat] = Patience(now_ns)
 
@@ -218,7 +218,7 @@ class SupervisorCore:
     def spawn(self, process: Process, now_ns: int) -> list[Action]:
         process.incarnation += 1
         process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
-        process.life, process.progress_ns = Patience(now_ns), now_ns
+        process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
         process.pid = process.beat_ns = process.progress = process.kill_ns = 0
         process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
         spec = process.spec
@@ -367,6 +367,7 @@ class SupervisorCore:
             if not process.alive:
                 continue
             why = process.hung(now_ns)
+            process.silent = process.silent or process.suspect(now_ns)
             if why:
                 actions += self.lose(process, why, process.life.since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
@@ -396,6 +397,8 @@ class SupervisorCore:
             if process.stage is not Stage.READY and not self.changes.hides(process):
                 what = "is" if process.alive else "is down:"
                 reasons.append(f"{process.spec.name} {what} {process.told}")
+            elif process.silent:
+                reasons.append(f"{process.spec.name} gives {process.silent}")
         waiting = [f"worker-{seat}" for seat in self.group.waiting]
         match self.group.phase:
             case GroupPhase.RUNNING:

@@ -4,7 +4,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from phalanx.protocol.board import ProcessPhase
-from phalanx.protocol.limits import BUSY_SILENCE_MS, HANG_MS, START_DEADLINE_MS, STARVED_MS_MAX
+from phalanx.protocol.limits import (
+    BUSY_SILENCE_MS,
+    HANG_MS,
+    START_DEADLINE_MS,
+    STARVED_MS_MAX,
+    SUSPECT_MS,
+)
 from phalanx.supervisor.events import Observed
 from phalanx.supervisor.patience import Patience
 from phalanx.supervisor.processes import ProcessSpec
@@ -39,6 +45,7 @@ class Process:
     fraction: float = -1.0  # done of the phase of its start; -1: unknown
     detail: str = ""  # what it does, or why it is not there
     ended: str = ""  # why its last incarnation ended, for people
+    silent: str = ""  # it seems to hang, for people; empty: it does not
     lacks: str = ""  # what its last incarnation could not start without, for people
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
@@ -76,24 +83,33 @@ class Process:
         self.beat_ns, self.progress, self.phase = event.beat_ns, event.progress, event.phase
         life_ns = max(self.life.since_ns, now_ns if advanced else min(event.beat_ns, now_ns))
         if life_ns > self.life.since_ns:
-            self.life = Patience(life_ns)
+            self.life, self.silent = Patience(life_ns), ""
         idle = self.stage is Stage.READY and event.phase is not ProcessPhase.BUSY
         if advanced or idle:
             self.progress_ns = now_ns
 
     def hung(self, now_ns: int) -> str:
         """Why the process counts as hung; empty when it does not."""
-        patient = self.stage is Stage.STARTING or self.phase is ProcessPhase.COMPILING
-        limit_ms = START_DEADLINE_MS if patient else HANG_MS
-        if self.spec.kind != "worker" and self.life.state == "R":
-            # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
-            limit_ms = max(limit_ms, BUSY_SILENCE_MS)
-        if self.life.exhausted(now_ns, limit_ms, STARVED_MS_MAX):
-            silent_ms = self.life.silent_ms(now_ns)
-            return f"hung: no sign of life for {silent_ms:.0f} ms, state {self.life.state or '?'}"
+        if silence := self._silence(now_ns, HANG_MS):
+            return f"hung: {silence}"
         still_ms = (now_ns - self.progress_ns) / _MS
         if self.stage is Stage.STARTING and still_ms > START_DEADLINE_MS:
             return f"stuck: not ready, and no progress for {still_ms:.0f} ms"
         if self.stage is Stage.READY and still_ms > BUSY_SILENCE_MS:
             return f"stuck: busy without progress for {still_ms:.0f} ms"
         return ""
+
+    def suspect(self, now_ns: int) -> str:
+        """What makes it likely that it will count as hung soon; empty when nothing does."""
+        return self._silence(now_ns, SUSPECT_MS)
+
+    def _silence(self, now_ns: int, limit_ms: int) -> str:
+        if self.stage is Stage.STARTING or self.phase is ProcessPhase.COMPILING:
+            limit_ms = START_DEADLINE_MS
+        if self.spec.kind != "worker" and self.life.state == "R":
+            # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
+            limit_ms = max(limit_ms, BUSY_SILENCE_MS)
+        if not self.life.exhausted(now_ns, limit_ms, STARVED_MS_MAX):
+            return ""
+        silent_ms = self.life.silent_ms(now_ns)
+        return f"no sign of life for {silent_ms:.0f} ms, state {self.life.state or '?'}"

@@ -440,6 +440,23 @@ def test_a_silent_process_is_looked_at_then_killed() -> None:
     assert story.core.group.records[-1].detected_ms >= HANG_MS
 
 
+@pytest.mark.parametrize("state", ["T", "S", "R"])
+def test_health_names_a_silent_worker_within_a_second(state: str) -> None:
+    story = running()
+    story.silent = {"worker-1"}
+    silent_ns = story.now_ns
+    while story.core.reasons() == []:
+        looks = [action for action in story.wait(100).take(Inspect) if action.name == "worker-1"]
+        story.feed(*(Inspected(look.name, look.incarnation, state, 0) for look in looks))
+    assert 400 * MS < story.now_ns - silent_ns <= 1000 * MS
+    (told,) = story.core.reasons()
+    assert told.startswith("worker-1 gives no sign of life for ") and told.endswith(f" {state}")
+    assert not hung(story, "worker-1") and story.epoch == 2, "nothing is done about it yet"
+    story.silent.clear()
+    story.wait(100)
+    assert story.core.reasons() == []
+
+
 def test_a_stopped_process_is_hung_even_while_it_loads() -> None:
     story = Story()
     story.silent.add("worker-1")
