@@ -748,6 +748,7 @@ class Inject(Message, frozen=True):
 class Injected(Message, frozen=True):
     call: int
     injected: tuple[str, ...]  # the processes that were hit, or what was asked for with `list`
+    armed: tuple[str, ...] = ()  # with `list`: what is wrong with them on purpose, for people
 
 
 class Scale(Message, frozen=True):

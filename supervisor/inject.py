@@ -67,6 +67,7 @@ class Injector:
         self._enabled, self._rng = enabled, rng
         self._processes = processes
         self._stopped: list[tuple[int, Kill]] = []  # when each goes on, and how
+        self._halted: dict[str, int] = {}  # name -> incarnation of those that were sent SIGSTOP
         self._faults: dict[str, tuple[Fault, ...]] = {}
         self._answers: dict[tuple[bytes, int], Injected | Error] = {}
 
@@ -101,7 +102,8 @@ class Injector:
             chosen, actions = self._actions(request, living, now_ns)
         except ConfigError as error:
             return Error(request.call, Code.BAD_REQUEST, str(error)), []
-        return Injected(request.call, chosen), actions
+        armed = self._armed(chosen, living, now_ns) if request.kind == "list" else ()
+        return Injected(request.call, chosen, armed), actions
 
     def _actions(
         self, request: Inject, living: Mapping[str, int], now_ns: int
@@ -111,17 +113,41 @@ class Injector:
             names = sorted({*self._processes, *living, SUPERVISOR})
             chosen = targets(kind, request.target, _fit(request, names), self._rng)
             if kind == "clear":
-                return chosen, [self._clear(name) for name in chosen]
+                return chosen, [*map(self._clear, chosen), *self._go_on(chosen, living)]
             self._check_escape(request, chosen)
             return chosen, [self._add(name, request, now_ns) for name in chosen]
         chosen = targets(kind, request.target, sorted(living), self._rng)
         number = SIGNALS.get(kind)
         kills = [] if number is None else [Kill(name, living[name], number) for name in chosen]
-        if number == signal.SIGSTOP and request.ms:
-            due_ns = now_ns + request.ms * _MS
-            for kill in kills:
+        for kill in kills:
+            if number == signal.SIGSTOP:
+                self._halted[kill.name] = kill.incarnation
+            else:
+                self._halted.pop(kill.name, None)
+            if number == signal.SIGSTOP and request.ms:
+                due_ns = now_ns + request.ms * _MS
                 self._stopped.append((due_ns, replace(kill, signal=signal.SIGCONT)))
         return chosen, [*kills]
+
+    def _go_on(self, chosen: tuple[str, ...], living: Mapping[str, int]) -> list[Kill]:
+        """SIGCONT to all of them: it does nothing to one that runs, and a failpoint may have stopped one."""
+        self._stopped = [entry for entry in self._stopped if entry[1].name not in chosen]
+        for name in chosen:
+            self._halted.pop(name, None)
+        return [Kill(name, living[name], signal.SIGCONT) for name in chosen if name in living]
+
+    def _armed(
+        self, chosen: tuple[str, ...], living: Mapping[str, int], now_ns: int
+    ) -> tuple[str, ...]:
+        """What is wrong with these processes on purpose, one thing a line."""
+        told: list[str] = []
+        for name in chosen:
+            if name in self._halted and self._halted[name] == living.get(name):
+                told.append(f"{name}: stop")
+            for fault in self._faults.get(name, ()):
+                if not 0 < fault.until_ns <= now_ns:
+                    told.append(f"{name}: {_describe(fault)}")
+        return tuple(told)
 
     def _check_escape(self, request: Inject, chosen: tuple[str, ...]) -> None:
         """A supervisor that hears nothing any more could not be told to stop that, either."""
@@ -165,6 +191,8 @@ class Injector:
     def due(self, now_ns: int) -> list[Kill]:
         """The processes whose time of being stopped is over."""
         due = [kill for at_ns, kill in self._stopped if at_ns <= now_ns]
+        for kill in due:
+            self._halted.pop(kill.name, None)
         self._stopped = [entry for entry in self._stopped if entry[0] > now_ns]
         return due
 
@@ -172,6 +200,18 @@ class Injector:
         """How long to sleep at most so that `due` is asked in time."""
         left = [max(0, at_ns - now_ns) // _MS + 1 for at_ns, _ in self._stopped]
         return min([most, *left])
+
+
+def _describe(fault: Fault) -> str:
+    parts = [fault.kind, fault.name]
+    if fault.kind == "failpoint":
+        parts += [fault.action, f"from the {fault.nth}. time on" if fault.nth > 1 else ""]
+    parts += [
+        f"rate {fault.rate:g}" if fault.rate < 1 else "",
+        f"{fault.count} times" if fault.count else "",
+        f"{fault.ms} ms" if fault.ms else "",
+    ]
+    return " ".join(part for part in parts if part)
 
 
 def _check(request: Inject) -> None:

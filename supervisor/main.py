@@ -465,7 +465,7 @@ class Node:
         living = {name: child.incarnation for name, child in self._watch.children.items()}
         reply, actions = self._injector.answer(identity, request, living, time.monotonic_ns())
         if actions:
-            about = [action.name for action in actions]
+            about = list(dict.fromkeys(action.name for action in actions))
             self._log.warning("injected", fault=request.kind, about=about, only=request.only)
         for action in actions:
             if isinstance(action, SetFaults):

@@ -163,7 +163,7 @@ class Node:
         return armed
 
     def clear(self, target: str = "all") -> None:
-        """No faults any more. Signals are not undone: `inject("cont", ...)`."""
+        """No faults any more; what was stopped goes on."""
         self.inject("clear", target)
 
     def came_up(self, process: str) -> dict[str, int]:

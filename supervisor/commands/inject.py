@@ -45,7 +45,8 @@ def inject(
 
     \b
     TARGET is a process name, a prefix of names, random:PREFIX for one of them, or all.
-      list       breaks nothing: which processes TARGET names; `list failpoints` names those
+      list       breaks nothing: which processes TARGET names, and what was broken there;
+                 `list failpoints` names those
       kill       SIGKILL
       stop       SIGSTOP, and SIGCONT after --ms
       cont       SIGCONT
@@ -57,16 +58,17 @@ def inject(
       diskfull   writes of the journal (gateway) or of the KV store fail
       ulp        a worker computes a little wrong: tokens change, on purpose
       failpoint  TARGET is a name from `list failpoints`: --action there, once (--count 0: always)
-      clear      end all of these but signals
+      clear      end all of these, and SIGCONT
     """
     if kind == "failpoint":
         only, target = target, process or f"{RANDOM}{kind_of(target)}"
         action, count = action or ACTIONS[0], 1 if count is None else count
     request = Inject(1, kind, target, ms, rate, count or 0, only, action or "", nth)
-    hit = ask(find_run_dir(run_dir), request, Injected, 5.0).injected
+    reply = ask(find_run_dir(run_dir), request, Injected, 5.0)
+    hit = reply.injected
     if as_json:
-        print_json({"injected": hit})
+        print_json({"injected": hit, "armed": reply.armed})
     elif kind == "list":
-        console.print("\n".join(hit))
+        console.print("\n".join((*hit, *reply.armed)), markup=False, highlight=False)
     else:
         console.print(f"{kind}: {', '.join(hit)}")

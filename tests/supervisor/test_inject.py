@@ -41,6 +41,29 @@ def test_a_target_that_names_nothing_is_refused(target: str) -> None:
         hit("kill", target)
 
 
+def test_clear_lets_go_on_what_was_stopped_and_list_shows_it() -> None:
+    one = injector()
+    one.handle(Inject(1, "stop", "worker-1", 500), LIVING, 0)
+    one.handle(Inject(2, "stop", "gateway"), LIVING, 0)
+    one.handle(Inject(3, "drop", "gateway", rate=0.2, only="Tokens"), LIVING, 0)
+
+    def armed(now_ns: int, living: dict[str, int] = LIVING) -> tuple[str, ...]:
+        reply, actions = one.handle(Inject(4, "list", "all"), living, now_ns)
+        assert isinstance(reply, Injected) and actions == []
+        return reply.armed
+
+    assert armed(0) == ("gateway: stop", "gateway: drop Tokens rate 0.2", "worker-1: stop")
+    assert armed(0, {**LIVING, "worker-1": 5})[-1] != "worker-1: stop", "its replacement runs"
+    reply, actions = one.handle(Inject(5, "clear", "worker"), LIVING, 0)
+    assert isinstance(reply, Injected)
+    assert Kill("worker-1", 4, signal.SIGCONT) in actions
+    assert Kill("gateway", 1, signal.SIGCONT) not in actions
+    assert one.due(600 * MS) == [], "it goes on already"
+    assert armed(0) == ("gateway: stop", "gateway: drop Tokens rate 0.2")
+    one.handle(Inject(6, "cont", "gateway"), LIVING, 0)
+    assert armed(0) == ("gateway: drop Tokens rate 0.2",)
+
+
 def test_only_workers_lose_a_gpu() -> None:
     assert hit("gpu-loss", "worker-0") == ("worker-0",)
     with pytest.raises(ConfigError, match="scheduler-0"):
@@ -113,8 +136,8 @@ def rows(*requests: Inject, now_ns: int = 0) -> dict[str, tuple[Fault, ...]]:
         reply, actions = faults.handle(request, LIVING, now_ns * (request is requests[-1]))
         assert isinstance(reply, Injected), reply
         for action in actions:
-            assert isinstance(action, SetFaults)
-            written[action.name] = action.faults
+            if isinstance(action, SetFaults):  # `clear` sends SIGCONT, too
+                written[action.name] = action.faults
     return written
 
 
@@ -187,3 +210,18 @@ def test_a_process_is_stopped_for_as_long_as_asked(living: TestNode) -> None:
     until(lambda: state() != "T", 10)
     assert time.monotonic() - asked >= 0.4
     assert living.process("eplb").incarnation == victim.incarnation
+
+
+def test_clear_sends_a_stopped_process_on(living: TestNode) -> None:
+    pid = living.process("eplb").pid
+
+    def state() -> str:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    living.wait_healthy()
+    living.ask(Inject(11, "stop", "eplb"))
+    assert state() == "T"
+    living.ask(Inject(12, "clear", "eplb"))
+    until(lambda: state() != "T")
+    living.wait_healthy()
+    assert living.process("eplb").pid == pid
