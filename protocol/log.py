@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -85,6 +86,24 @@ class _Tee:
         raise structlog.DropEvent
 
 
+_epoch: Callable[[], int] | None = None
+
+
+def follow_epoch(epoch: Callable[[], int] | None) -> None:
+    """From now on each line says what the group's epoch was when it was written; None: no longer."""
+    global _epoch
+    _epoch = epoch
+
+
+def _add_epoch(
+    logger: Any, method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Lines about an epoch say themselves which."""
+    if _epoch is not None:
+        event.setdefault("epoch", _epoch())
+    return event
+
+
 def setup_logging(
     run_dir: Path, name: str, incarnation: int, level: str, terminal: bool = False
 ) -> Logger:
@@ -92,6 +111,7 @@ def setup_logging(
     file = LineFile(run_dir / LOG_DIR / f"{name}.log")
     structlog.configure(
         processors=[
+            _add_epoch,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,

@@ -24,7 +24,7 @@ from phalanx.protocol.config import NodeConfig, load_config
 from phalanx.protocol.errors import ConfigError, DecodeError, ExitCode, NoRoom
 from phalanx.protocol.limits import BEAT_PERIOD_MS, COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
-from phalanx.protocol.log import Logger, setup_logging
+from phalanx.protocol.log import Logger, follow_epoch, setup_logging
 from phalanx.protocol.messages import FromSupervisor, Progress, Ready
 from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint
 
@@ -139,6 +139,7 @@ class Service:
 
     def close(self) -> None:
         self.supervisor.close()
+        follow_epoch(None)
         self.board.close()
 
 
@@ -189,6 +190,9 @@ def run(serve: Callable[[Service], None]) -> None:
         log = setup_logging(run_dir, name, incarnation, config.log_level)
         board = Board.attach(config.node)
         board.processes[index].mark.hold()
+        follow_epoch(lambda: board.epoch)
+        if seat >= 0:
+            log = log.bind(rank=seat)
         if config.fault_injection:
             faults.enable(config.node, index)
         supervisor = connect_dealer(endpoint(run_dir, SUPERVISOR_SOCKET), f"{name}#{incarnation}")

@@ -22,7 +22,7 @@ from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultTable
 from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
-from phalanx.protocol.log import setup_logging
+from phalanx.protocol.log import follow_epoch, setup_logging
 from phalanx.protocol.messages import (
     Error,
     Inject,
@@ -169,7 +169,8 @@ class Node:
         self._config, self._on_event = config, on_event
         self._run_dir = config.run_path
         self._log = setup_logging(self._run_dir, "supervisor", 1, config.log_level)
-        self._board = Board.create(config.node)
+        self._board = board = Board.create(config.node)
+        follow_epoch(lambda: board.epoch)
         self._core = SupervisorCore(table, placements)
         self._lock, self._files = lock, Files(self._run_dir)
         self._files_missing: tuple[str, ...] = ()
@@ -511,6 +512,7 @@ class Node:
         self._spawner.close()
         if self._weights is not None:
             self._weights.close()
+        follow_epoch(None)
         self._board.close()
         if self._faults is not None:
             faults.active = None

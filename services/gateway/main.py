@@ -116,6 +116,13 @@ class Gateway:
         for peer, message in self._core.take_bus():
             if isinstance(message, Submit):
                 moved = bool(message.outputs)
+                self._service.log.debug(
+                    "moved" if moved else "placed",
+                    request_id=message.request_id,
+                    index=message.index,
+                    attempt=message.attempt,
+                    to=peer.decode(errors="replace"),
+                )
                 failpoint("gateway.resume.before_send" if moved else "gateway.submit.before_send")
             if not send_to(self.bus, peer, encode(message)):
                 self._core.on_unroutable(peer, message, now_ns)

@@ -69,3 +69,33 @@ def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:
     assert json.loads(note)["lines"] == 2
     assert json.loads(note)["why"] == "Is a directory"
     assert line == "three"
+
+
+_FOLLOWER = """
+import sys
+from pathlib import Path
+from phalanx.protocol.log import follow_epoch, setup_logging
+log = setup_logging(Path(sys.argv[1]), "worker-1", 2, "info").bind(rank=1)
+epochs = iter((4, 6, 8))
+log.info("before")
+follow_epoch(lambda: next(epochs))
+log.info("one")
+log.info("two")
+log.info("of another", epoch=5)
+follow_epoch(None)
+log.info("after")
+"""
+
+
+def test_each_line_says_the_epoch_that_it_was_written_in(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    subprocess.run([sys.executable, "-P", "-c", _FOLLOWER, str(tmp_path)], check=True)
+    lines = (tmp_path / "logs" / "worker-1.log").read_text().splitlines()
+    found = [(e["event"], e.get("epoch"), e["rank"]) for e in map(json.loads, lines)]
+    assert found == [
+        ("before", None, 1),
+        ("one", 4, 1),
+        ("two", 6, 1),
+        ("of another", 5, 1),
+        ("after", None, 1),
+    ]
