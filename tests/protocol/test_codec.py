@@ -31,6 +31,7 @@ SAMPLES: list[m.Message] = [
     m.PromptLogprobs("ab" * 16, 0, 0, (None, m.PromptLogprob(-0.5, 3, (1,), (-0.25,)))),
     m.Final("ab" * 16, 0, 7, "length", m.Usage(3, 7)),
     m.Submit(9, "ab" * 16, 1, 2, b"\1\0\0\0", m.Sampling(seed=4, max_tokens=5)),
+    m.Submit(9, "ab" * 16, 1, 2, b"\1\0\0\0", m.Sampling(), b"\2\0\0\0", -1, True),
     m.Tokens(0, 1, 2, (m.TokensItem("ab" * 16, 0, 1, 0, (5,), "stop"),)),
     m.Put(1, b"key", "block", Handle("ph-x-kv-1", 0, 64)),
     m.ExpertCounts(0, 2, 10, 1, 2, bytes(16)),

@@ -117,8 +117,18 @@ class Anything:
             outputs = self._ids(rng.choice((0, 0, 0, 30)))
             for index in range(rng.choice((1, 1, 3))):
                 name = f"{self.submitted:032x}"
-                submit = Submit(self.submitted, name, index, 0, prompt, sampling, outputs)
-                events.append(submit)
+                events.append(
+                    Submit(
+                        self.submitted,
+                        name,
+                        index,
+                        0,
+                        prompt,
+                        sampling,
+                        outputs,
+                        resumed=bool(outputs) or self.submitted % 4 == 0,
+                    )
+                )
         if self.core.sequences and rng.random() < 0.1:
             request, index = rng.choice(list(self.core.sequences))
             events.append(AbortSequence(0, request, index, 0))
