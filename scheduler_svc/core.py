@@ -525,8 +525,8 @@ class Scheduler:
             self._look_up(victim, now_ns)
             return
         text = (
-            f"the KV pool of {self.rank.pool.total} blocks is full; this was the longest output, and"
-            " the node is configured to end it (scheduler.preempt: stop)"
+            f"the KV pool of {self.rank.pool.total} blocks is full; this sequence makes room, and the"
+            " node is configured to end it (scheduler.preempt: stop)"
         )
         self._finish(victim, "length", now_ns, Code.KV_PRESSURE, text)
         self._items.append(victim.item(victim.num_outputs))

@@ -29,9 +29,8 @@ def take_decoders(
 ) -> Decoders | None:
     """Every decoding sequence that may need another token, each with blocks for its rows.
 
-    Out of blocks, drafts are left out first. Then the sequence with the longest output is evicted:
-    it frees most. The last one left is never its own victim:
-    it waits a step, since whatever else holds blocks (a prompt in prefill, a copy into the KV store)
+    Out of blocks, drafts are left out first. Then a sequence is evicted (`victim`). The last one left is
+    never its own victim: it waits a step, since whatever else holds blocks (a prompt in prefill, a copy into the KV store)
     is bounded.
 
     Args:
@@ -68,7 +67,7 @@ def take_decoders(
             return None
         if len(rank.decoding) == 1:
             break
-        evict(longest(rank.decoding.values()))
+        evict(victim(rank.decoding.values()))
     return Decoders()
 
 
@@ -99,6 +98,11 @@ def _missing_blocks(rank: Rank, found: Decoders) -> tuple[Rows, Int32]:
     return rows, last.take(places) // BLOCK_SIZE + 1 - rank.t.blocks.take(rows)
 
 
-def longest(decoding: Iterable[Sequence]) -> Sequence:
-    """The one with most outputs; among equals the one that came last."""
-    return max(decoding, key=lambda sequence: (sequence.num_outputs, sequence.order))
+def victim(decoding: Iterable[Sequence]) -> Sequence:
+    """Who makes room: of those that came from another rank, or back to this one, the one that came last, so
+    that a fault elsewhere pushes nobody out; without any of them the one with most outputs, which frees most
+    (among equals the one that came last)."""
+    every = list(decoding)
+    if ahead := [sequence for sequence in every if sequence.ahead]:
+        return max(ahead, key=lambda sequence: sequence.order)
+    return max(every, key=lambda sequence: (sequence.num_outputs, sequence.order))

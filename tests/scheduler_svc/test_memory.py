@@ -1,5 +1,5 @@
-"""When memory runs out: the longest output is preempted and recomputed, the same tokens come out, and
-something always runs."""
+"""When memory runs out: what came from elsewhere makes room, else the longest output; it is recomputed, the
+same tokens come out, and something always runs."""
 
 import pytest
 from hypothesis import given
@@ -35,6 +35,24 @@ def test_the_longest_output_makes_room_and_loses_no_token() -> None:
         assert story.outputs(number) == story.expected(number, count)
         assert story.ends(number) == ["length"]
     assert story.free == (4, 8)
+
+
+def test_what_came_from_another_rank_makes_room_before_those_who_ran_here() -> None:
+    """A fault elsewhere pushes nobody out. Of several that came, the last one goes."""
+    story = Story(num_blocks=7, prefill_watermark=1.0)
+    story.submit(0, 120, max_tokens=100)  # the longest output, when memory runs out
+    story.submit(1, 120, max_tokens=100)
+    story.step(4)
+    for number in (2, 3):
+        story.submit(number, 120, max_tokens=100, resumed=True)
+        story.step()
+    while preemptions(story) == 0:
+        story.step()
+    (victim,) = story.core.rank.waiting
+    assert victim.request_id == f"{3:032x}"
+    story.run()
+    for number in range(4):
+        assert story.outputs(number) == story.expected(number, 100)
 
 
 def test_a_preempted_one_goes_ahead_of_arrivals() -> None:
