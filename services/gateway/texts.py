@@ -27,6 +27,9 @@ LONG_CHARS = 50_000  # an encode this long keeps a tokenizer busy for a noticeab
 CHARS_PER_NS = 100_000 / 1e9  # a slow tokenizer's speed, for deadlines only
 BLAME_NS = 50_000_000
 RETRY_NS = 2_000_000_000  # a tokenizer that is silent for this long is asked no more for this job
+# A stream waits for a decode, so another one is asked sooner. Each that is late doubles the patience with all,
+# up to the above, else a loaded machine's answers would all be too late; each that is not wears it down.
+DECODE_RETRY_NS = 300_000_000
 # Blame that a job may gather before the job is what is wrong. Any text comes from outside; ids are
 # checked and go in batches, whose other streams are not to blame.
 ENCODE_BLAME_MAX, DECODE_BLAME_MAX = 32, 32
@@ -74,6 +77,7 @@ class Tokenizer:
     calls: dict[int, Given] = field(default_factory=dict)
     encoding: int = 0  # characters in flight
     decoding: int = 0  # tokens in flight
+    late: bool = False  # it did not answer in time, and has not answered since
 
     @property
     def busy(self) -> float:
@@ -90,6 +94,7 @@ class Texts:
         self._encodes: deque[EncodeJob] = deque()
         self._dirty: dict[int, Stream] = {}  # streams with tokens to decode
         self._last_call = first_call
+        self._patience_ns = DECODE_RETRY_NS
         self.failed: list[EncodeJob | Stream] = []  # jobs that too many tokenizers died over
 
     def hello(self, peer: bytes, name: str, incarnation: int, now_ns: int) -> None:
@@ -155,6 +160,9 @@ class Texts:
         """Give jobs that a tokenizer does not answer to another one."""
         for tokenizer in self._pool.values():
             late = [call for call, given in tokenizer.calls.items() if given.due_ns <= now_ns]
+            if any(isinstance(tokenizer.calls[call].job, DecodeJob) for call in late):
+                self._patience_ns = min(2 * self._patience_ns, RETRY_NS)
+            tokenizer.late |= bool(late)
             for call in late:
                 self._again(tokenizer, call, ENCODE_BLAME_LATE, 0)
 
@@ -194,12 +202,13 @@ class Texts:
             items.append(item)
         if items:
             tokenizer.decoding += sum(count for _, count, _ in streams)
-            call = self._call(tokenizer, Given(DecodeJob(streams), now_ns, now_ns + RETRY_NS))
+            given = Given(DecodeJob(streams), now_ns, now_ns + self._patience_ns)
+            call = self._call(tokenizer, given)
             self._send(tokenizer.peer, Decode(call, tuple(items)))
 
     def _least_busy(self, pool: Iterable[Tokenizer]) -> Tokenizer | None:
         free = [tokenizer for tokenizer in pool if len(tokenizer.calls) < CALLS_MAX]
-        return min(free, key=lambda tokenizer: tokenizer.busy, default=None)
+        return min(free, key=lambda one: (one.late, one.busy), default=None)
 
     def _call(self, tokenizer: Tokenizer, given: Given) -> int:
         self._last_call += 1
@@ -209,8 +218,12 @@ class Texts:
     def _done(self, peer: bytes, call: int, kind: type) -> EncodeJob | DecodeJob | None:
         for tokenizer in self._pool.values():
             if tokenizer.peer == peer:
+                tokenizer.late = False
                 given = tokenizer.calls.get(call)
                 if given is not None and isinstance(given.job, kind):
+                    if kind is DecodeJob:
+                        worn_ns = self._patience_ns - self._patience_ns // 64
+                        self._patience_ns = max(DECODE_RETRY_NS, worn_ns)
                     return self._forget(tokenizer, call)
         return None
 

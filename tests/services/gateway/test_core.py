@@ -534,6 +534,46 @@ def test_one_decode_at_a_time_and_again_elsewhere_when_its_tokenizer_dies() -> N
     assert desk.told() == [Delta(rid, 0, 0, (10, 11), "ab")]
 
 
+def test_a_stream_does_not_wait_until_a_tokenizer_counts_as_hung() -> None:
+    """Another one is asked soon, and first from then on; of one that is only slow, more patience is had."""
+    desk = Desk()
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10)
+    ((hung, first),) = desk.sent(Decode)
+    desk.passes(500)
+    ((other, question),) = desk.sent(Decode)
+    assert other != hung and isinstance(question, Decode) and isinstance(first, Decode)
+    for count, token in ((1, 11), (2, 12)):
+        desk.says(other, Decoded(question.call, (DecodedItem(1, ("a",), "", b""),)))
+        desk.produces(seat, submit, count, token, seq=count + 1)
+        ((asked, question),) = desk.sent(Decode)
+        assert asked == other and isinstance(question, Decode)
+    desk.says(hung, Decoded(first.call, (DecodedItem(1, ("stale",), "", b""),)))
+    assert [d.token_ids for d in desk.told() if isinstance(d, Delta)] == [(10,), (11,)], rid
+
+
+def test_slow_tokenizers_are_given_more_time_until_they_come_in_time() -> None:
+    """With fixed patience every answer of a loaded machine would be too late."""
+    desk = Desk()
+    desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10)
+    asked: dict[int, tuple[bytes, int]] = {}
+    for _ in range(100):
+        for peer, question in desk.sent(Decode):
+            assert isinstance(question, Decode)
+            asked[question.call] = (peer, desk.now + 1000 * MS)  # so long they take
+        for call, (peer, due) in list(asked.items()):
+            if desk.now >= due:
+                del asked[call]
+                desk.says(peer, Decoded(call, (DecodedItem(1, ("a",), "", b""),)))
+        if any(isinstance(told, Delta) for told in desk.told()):
+            return
+        desk.passes(100)
+    raise AssertionError("not within 10 s")
+
+
 def test_a_text_that_tokenizers_die_over_is_given_up() -> None:
     desk = Desk()
     desk.asks(Generate(1, prompt="poison"))
