@@ -82,20 +82,26 @@ def step(golden: GoldenModel, start: int, ids: list[int]) -> Tensor:
     return pending.logits
 
 
+# A step counts where the reference's best two tokens lie further apart than this. Nothing between is smooth: one bit
+# decides which entries and experts a row gets, and that what later rows see. In the reference's own arithmetic one bf16
+# step in one dimension of every token's embedding moves this distance by up to 0.61, and all logits by 0.05 to 0.07 of
+# their norm; adding in another order, as a GPU does, is as much.
+SURE = 0.61
+
+
 @pytest.mark.parametrize("prompt", MANIFEST["greedy"])
 def test_greedy_tokens(golden: GoldenModel, vectors: dict[str, Tensor], prompt: str) -> None:
-    """Equal until the reference's best two tokens lie so near that a last bit may decide."""
+    """After each of the reference's tokens, the next one is the reference's, wherever that is sure."""
     ids = vectors[f"prompt.{prompt}.ids"].tolist()
     expected = vectors[f"greedy.{prompt}.tokens"].tolist()
-    margins = vectors[f"greedy.{prompt}.margin"]
-    sure = int((margins > 0.05).logical_not().nonzero()[0]) if (margins <= 0.05).any() else 32
-    assert sure >= 4
-    got: list[int] = []
-    logits = step(golden, 0, ids)
-    while len(got) < sure:
-        got.append(int(logits.argmax()))
-        logits = step(golden, len(ids) + len(got) - 1, got[-1:])
-    assert got == expected[:sure]
+    rows = [step(golden, 0, ids)]
+    rows += [step(golden, len(ids) + i, [token]) for i, token in enumerate(expected[:-1])]
+    got = torch.cat(rows).cpu()
+    sure = vectors[f"greedy.{prompt}.margin"] > SURE
+    assert sure.sum() >= 8
+    assert torch.equal(got.argmax(1)[sure], torch.tensor(expected)[sure])
+    limit = max(limits["rel_l2"] for limits in TOLERANCES["decode"].values())
+    assert difference(got, vectors[f"greedy.{prompt}.logits"]) <= limit
 
 
 # --- layer by layer ---------------------------------------------------------------------------------
