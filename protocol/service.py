@@ -208,7 +208,7 @@ def run(serve: Callable[[Service], None]) -> None:
             log.error("cannot run as configured", error=str(error))
             sys.exit(ExitCode.BAD_INPUT)
         except NoRoom as error:
-            log.error("no room in shared memory", error=str(error))
+            log.error("no room", error=str(error))
             os._exit(ExitCode.NO_ROOM)
         except Exception:  # the top of the process: say why, let the supervisor restart us
             log.exception("crashed")

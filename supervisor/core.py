@@ -342,7 +342,7 @@ class SupervisorCore:
         return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
 
     def _await_room(self, process: Process, lacks: str, now_ns: int) -> list[Action]:
-        """Shared memory is full. A node that has never run says so and ends; one that runs goes on with
+        """Shared memory is full, or a GPU's. A node that has never run says so and ends; one that runs goes on with
         what it has, and tries again until there is room."""
         if self.ready_s < 0:
             return self._fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {lacks}", now_ns)

@@ -24,6 +24,7 @@ from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.exchange import Exchange, Region, Shape
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
+from phalanx.worker_svc.gpu_room import computed
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.host_weights import HostWeights
 from phalanx.worker_svc.marks import Marks, event_mark
@@ -72,10 +73,6 @@ class ModelBackend:
             self._weights = self._load(device)
         except (ModelConfigError, CheckpointError) as error:
             raise ConfigError(str(error)) from error
-        except torch.OutOfMemoryError as error:  # something else took memory meanwhile
-            raise ConfigError(
-                f"the GPU ran out of memory while loading: {_first_line(error)}"
-            ) from error
         self._marks = Marks(self._alive, event_mark if device.type == "cuda" else None)
         self._experts = GroupExperts(self._weights, self._seat, self._marks.layer)
         service.progress("allocate caches")
@@ -180,7 +177,11 @@ class ModelBackend:
     def run(self, plan: StepPlan) -> StepResult:
         self._marks.begin()
         with torch.inference_mode():  # a tenth faster than without gradients alone
-            return self._engine.run(plan)
+            return computed(
+                lambda: self._engine.run(plan),
+                self._exchange is None or not self._exchange.peers,
+                lambda why: self._service.log.warning("step repeated", why=why),
+            )
 
     def serve(self) -> None:
         self._marks.begin()
@@ -251,7 +252,3 @@ def set_up_thread(threads: int) -> None:
     """Torch's settings of the calling thread, which computes with so many."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

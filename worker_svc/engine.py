@@ -15,6 +15,7 @@ from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.forced import force_tokens
+from phalanx.worker_svc.gpu_room import StepUndone, is_out_of_memory, no_room
 from phalanx.worker_svc.model.batch import StepBatch
 from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CPU, CacheLayout, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
@@ -159,8 +160,10 @@ class Engine:
             sampled = self._sample(pending, rows)
             scored = self._score(pending, rows)
             failpoint("worker.step.after_sampler")
-        except BaseException:
+        except BaseException as error:
             self._sequences.retract(plan)
+            if is_out_of_memory(error):
+                raise StepUndone(no_room(f"in a step of {batch.num_rows} rows")) from error
             raise
         # From here on the step counts, whatever happens to the epoch.
         outcome = self._sequences.slots.settle(rows, sampled.tokens.numpy(), sampled.status.numpy())

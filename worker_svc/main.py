@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.service import Service
+from phalanx.worker_svc.gpu_room import room_for
 from phalanx.worker_svc.rank import Backend, Rank
 
 _LOADING_NICE = 5  # levels down: a third of the CPU time that a peer's step gets beside it
@@ -53,5 +54,6 @@ def load_backend(service: Service) -> tuple[Backend, str]:
         return null, null.fingerprint
     from phalanx.worker_svc.backend import ModelBackend  # torch: a null worker starts without
 
-    model = ModelBackend(service)
+    with room_for("while it started"):
+        model = ModelBackend(service)
     return model, model.fingerprint

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.protocol.arena import SHM
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.errors import ConfigError, NoRoom, PhalanxError
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layout import BLOCK_TOKENS, CacheLayout
@@ -16,6 +16,9 @@ from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
 
 NUM_SNAPSHOTS: Final = 8  # window states that may wait for the KV store at a time
 _MARGIN = 1.25
+_DRIVER_BYTES: Final = 1 << 30  # of a GPU's memory that nobody holds and nobody can have
+# Left free where nobody says how many blocks there shall be: the next worker needs a little more or less.
+_SPARE_SHARE: Final = 64
 _SCORES_AT_MOST = 8 << 30  # longer contexts with so many rows at a time are not expected
 _SHM_SHARE = 0.8  # of what is free there may hold the copies of a GPU's blocks
 _FREE_SHARE = 4  # all ranks together take at most a quarter of the free memory
@@ -35,6 +38,18 @@ class GpuPlan:
     def room(self) -> int:
         """What caches may take."""
         return self.total - self.weights - self.others - self.workspace
+
+    def refusal(self, what: str, need: int, advice: str) -> PhalanxError:
+        """Why `what` does not fit. NoRoom where it would if other processes held nothing."""
+        others = max(0, self.others - _DRIVER_BYTES)
+        text = (
+            f"{what} need {shown_bytes(need)} of GPU memory, {shown_bytes(max(0, self.room))} are left"
+            f" ({self.name}: {shown_bytes(self.total)}, weights {shown_bytes(self.weights)}, driver and"
+            f" other processes {shown_bytes(self.others)}, a step {shown_bytes(self.workspace)}): {advice}"
+        )
+        if need <= self.room + others:
+            return NoRoom(f"{text}, or end the other processes on this GPU")
+        return ConfigError(text)
 
     @classmethod
     def of(cls, model: ModelConfig, config: NodeConfig, device: torch.device) -> "GpuPlan":
@@ -118,16 +133,21 @@ def pool_sizes(
         before: blocks of the worker that sat here before. This one gets as many, however little is free
             just now: what was accepted must fit.
 
-    Raises ConfigError, with both numbers, when not even one sequence of a block would fit.
+    Raises ConfigError, with the numbers, when not even one sequence of a block would fit, or what was asked
+    for does not fit the GPU; NoRoom when it would if other processes held nothing there.
     """
     num_slots = config.scheduler.max_num_seqs
     longest = -(-layout.config.max_positions // BLOCK_TOKENS)
     gpu = None if device.type == "cpu" else GpuPlan.of(layout.config, config, device)
-    budget = config.worker.kv_bytes or (gpu.room if gpu else free_share(config.ranks))
+    budget = config.worker.kv_bytes
+    if not budget:
+        budget = gpu.room - gpu.total // _SPARE_SHARE if gpu else free_share(config.ranks)
     num_blocks = config.worker.num_blocks or before
     if num_blocks == 0:
         room = budget - num_slots * layout.slot_bytes
         num_blocks = min(room // layout.block_bytes, num_slots * longest + 1)
+    if gpu is not None:
+        _check_gpu(gpu, layout, num_slots, max(num_blocks, 2))
     if num_blocks < 2:
         need = num_slots * layout.slot_bytes + 2 * layout.block_bytes
         raise ConfigError(
@@ -140,6 +160,19 @@ def pool_sizes(
     return PoolSizes(
         num_blocks, num_slots, layout.block_bytes, layout.slot_bytes, budget, stored, gpu
     )
+
+
+def _check_gpu(gpu: GpuPlan, layout: CacheLayout, num_slots: int, num_blocks: int) -> None:
+    """Raises NoRoom or ConfigError unless the GPU has room for the pools."""
+    slots = num_slots * layout.slot_bytes
+    need, fit = slots + num_blocks * layout.block_bytes, (gpu.room - slots) // layout.block_bytes
+    if need <= gpu.room:
+        return
+    advice = "lower scheduler.max_num_seqs or scheduler.max_num_batched_tokens"
+    if fit >= 2:
+        advice = f"{fit - 1} blocks would fit, of {BLOCK_TOKENS} tokens: lower worker.num_blocks"
+        advice += " or worker.kv_bytes"
+    raise gpu.refusal(f"{num_blocks - 1} KV blocks and {num_slots} state slots", need, advice)
 
 
 def _fits_in_shm(layout: CacheLayout, num_blocks: int, ranks: int) -> bool:

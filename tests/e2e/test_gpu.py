@@ -9,20 +9,24 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 from e2e.node import wait_for
+from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.messages import Sampling
 from phalanx.protocol.queues import read_queues
 from phalanx.protocol.rundir import read_plans
 from phalanx.services.client import Spec
-from phalanx.testing.node import Node, Streams
+from phalanx.testing.node import PHALANX, Node, Streams
 from worker_svc import full_dims
 
 DEVICE = os.environ.get("PHALANX_TEST_DEVICE", "cuda")
@@ -166,6 +170,100 @@ def test_two_gpus_give_the_tokens_of_one(start_node: Callable[..., Node]) -> Non
     print(f"step us: {steps(two)}")
     assert killed(two, wanted, "worker-1") == expected
     two.stop()
+
+
+# --- memory that is not there ------------------------------------------------------------------------
+
+_HOLD = """
+import sys, threading, time, torch
+
+leave, taken, told, ended = int(sys.argv[1]), [], False, threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+while not ended.is_set():
+    free = torch.cuda.mem_get_info()[0] - leave
+    if free > 4 << 20:
+        try:
+            size = min(free - (2 << 20), 1 << 34)
+            taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            continue
+        except torch.OutOfMemoryError:
+            pass
+    if not told:
+        print("held", flush=True)
+        told = True
+    time.sleep(0.02)
+"""
+
+
+@contextmanager
+def memory_held(leave: int) -> Iterator[None]:
+    """Another process holds all of the GPU's memory but `leave` bytes, and takes what becomes free."""
+    command = [sys.executable, "-c", _HOLD, str(leave)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        yield
+    finally:
+        holder.stdin.close()
+        holder.wait(60)
+
+
+def refused(directory: Path, code: int, **settings: int) -> str:
+    """What `phalanx up` says when it ends with `code`; nothing is left of the node."""
+    node = Node(Path(tempfile.mkdtemp(prefix="phe2e")))
+    options = ("--device", DEVICE, "--config", config_file(directory, **settings))
+    command = [*PHALANX, "up", "--detach", "--json", "--run-dir", node.run_dir, *options]
+    try:
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, check=False, timeout=240
+        )
+        assert done.returncode == code, done.stderr
+        assert node.names() == []
+    finally:
+        shutil.rmtree(node.run_dir, ignore_errors=True)
+    return done.stderr
+
+
+on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="about a GPU's memory")
+
+
+@on_gpu
+def test_caches_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    said = refused(tmp_path, ExitCode.BAD_INPUT, num_blocks=10**8)
+    print(said)
+    assert "99999999 KV blocks" in said and "blocks would fit" in said
+    with memory_held(leave=3 << 29):
+        said = refused(tmp_path, ExitCode.UNHEALTHY, num_blocks=10**5)
+    print(said)
+    assert "99999 KV blocks" in said and "end the other processes" in said
+
+
+@on_gpu
+def test_memory_that_another_process_takes(start_node: Callable[..., Node]) -> None:
+    """Streams run on with what the worker holds. One that is started meanwhile waits, and says so."""
+    wanted = specs([1, 130, 300, 9, 500, 64], 300, 500)
+    node = start_node(1, "--device", DEVICE, "--model", "random-tiny")
+    fault_free = timed("fault-free", lambda: node.run(wanted, timeout=_READ_S))
+    with memory_held(leave=8 << 20):
+        assert timed("memory taken", lambda: node.run(wanted, timeout=_READ_S)) == fault_free
+
+    def lose_memory() -> None:
+        wait_for(lambda: node.running() > len(wanted) // 2, 60, "running sequences")
+        with memory_held(leave=8 << 20):
+            os.kill(node.pids()["worker-0"], signal.SIGKILL)
+            wait_for(lambda: "GPU" in why(node), 120, "a word about memory")
+            print(why(node))
+
+    assert timed("killed, no memory", lambda: node.run(wanted, lose_memory, _READ_S)) == fault_free
+    node.wait_healthy(120)
+    wait_for(node.whole, 60, "every block and slot back")
+    node.stop()
+
+
+def why(node: Node) -> str:
+    """Why it is not healthy."""
+    return next(p.detail for p in node.look().processes if p.name == "supervisor")
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from phalanx.protocol.config import NodeConfig, SchedulerConfig, WorkerConfig
-from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.errors import ConfigError, NoRoom
 from phalanx.worker_svc import pools
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layout import CacheLayout
-from phalanx.worker_svc.pools import pool_sizes
+from phalanx.worker_svc.pools import GpuPlan, pool_sizes
 
 LAYOUT = CacheLayout(ModelConfig.load(Path(__file__).resolve().parents[1] / "golden" / "tiny-a"))
 FULL = CacheLayout(ModelConfig.load(Path(__file__).parent / "full_config.json"))
@@ -56,3 +57,51 @@ def test_a_replacement_gets_as_many_blocks_as_were_there(monkeypatch: pytest.Mon
     monkeypatch.setattr(pools, "available_bytes", lambda: 0)
     assert pool_sizes(LAYOUT, config(), before=7).num_blocks == 7
     assert pool_sizes(LAYOUT, config(num_blocks=5), before=7).num_blocks == 5
+
+
+# --- on a GPU ------------------------------------------------------------------------------------------
+
+GPU = torch.device("cuda")
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, others: int) -> GpuPlan:
+    """80 GiB, of which a step needs 2 and the weights 8."""
+    plan = GpuPlan("H", 80 << 30, 8 << 30, others, 2 << 30)
+    monkeypatch.setattr(GpuPlan, "of", lambda *_: plan)
+    return plan
+
+
+def test_what_is_left_of_a_gpu_is_used_but_for_a_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = gpu(monkeypatch, 1 << 30)
+    sizes = pool_sizes(FULL, config(seqs=500), GPU)
+    used = sizes.num_blocks * sizes.block_bytes + sizes.num_slots * sizes.slot_bytes
+    assert 0.97 * plan.room < used < plan.room
+    # The next worker finds a little less, and gets as many.
+    gpu(monkeypatch, (1 << 30) + 900 * MIB)
+    assert pool_sizes(FULL, config(seqs=500), GPU, sizes.num_blocks).num_blocks == sizes.num_blocks
+
+
+def test_more_blocks_than_a_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 1 << 30)
+    with pytest.raises(ConfigError) as raised:
+        pool_sizes(FULL, config(num_blocks=10**6), GPU)
+    text = str(raised.value)
+    assert "999999 KV blocks" in text and "69.0 GiB are left" in text and "weights 8.0 GiB" in text
+    fit = int(text.split("): ")[1].split()[0])
+    pool_sizes(FULL, config(num_blocks=fit + 1), GPU)
+    with pytest.raises(ConfigError):
+        pool_sizes(FULL, config(num_blocks=fit + 2), GPU)
+
+
+def test_memory_that_others_hold_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 60 << 30)
+    with pytest.raises(NoRoom, match=r"other processes 60\.0 GiB.*end the other processes"):
+        pool_sizes(FULL, config(seqs=500, kv_bytes=20 << 30), GPU)
+    with pytest.raises(ConfigError):
+        pool_sizes(FULL, config(seqs=500, kv_bytes=90 << 30), GPU)
+
+
+def test_a_gpu_without_room_for_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, 70 << 30)
+    with pytest.raises(NoRoom, match=r"1 KV blocks and 8 state slots need .*, 0 B are left"):
+        pool_sizes(FULL, config(), GPU)

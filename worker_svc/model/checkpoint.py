@@ -13,6 +13,7 @@ from phalanx.kernels.matrix import Matrix
 from phalanx.kernels.reference.engram import gather_on_host
 from phalanx.kernels.reference.quant import dequant_fp4, dequant_fp8_block
 from phalanx.kernels.registry import interpreted
+from phalanx.protocol.errors import NoRoom
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.footprint import (
@@ -229,6 +230,7 @@ def load_checkpoint(
 
     Raises:
         ConfigError, CheckpointError: the checkpoint is unusable, or memory does not suffice.
+        NoRoom: a GPU's memory would suffice if nobody else held some.
     """
     checkpoint = Checkpoint(directory, held)
     config = checkpoint.config
@@ -300,9 +302,10 @@ def _check_gpu_memory(
     """The weights must leave room for caches and for what a step needs."""
     config = checkpoint.config
     need = stored_bytes(config, [len(layer) for layer in slots])
-    have, where = limit or 0, "as limited"
+    have, total, where = limit or 0, 0, "as limited"
     if limit is None:
-        have, where = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+        have, total = torch.cuda.mem_get_info(device)
+        where = f"{torch.cuda.get_device_name(device)}, {shown_bytes(total)}"
     if need > have:
         most = max(len(layer) for layer in slots)
         fits = _experts_that_fit(checkpoint, len(slots), have)
@@ -311,10 +314,13 @@ def _check_gpu_memory(
             if fits
             else "not even one expert a layer would fit: use a smaller model"
         )
-        raise CheckpointError(
+        text = (
             f"{checkpoint.directory} needs {shown_bytes(need)} of GPU memory with {most} experts a "
             f"layer; {shown_bytes(have)} are free ({where}): {advice}"
         )
+        if need <= total:
+            raise NoRoom(f"{text}, or end the other processes on this GPU")
+        raise CheckpointError(text)
 
 
 def _experts_that_fit(checkpoint: Checkpoint, num_layers: int, have: int) -> int:
