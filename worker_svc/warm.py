@@ -108,13 +108,13 @@ def warm_up(
 def _work(
     model: Model, weights: Weights, max_rows: int, ranks: int
 ) -> Iterator[Callable[[], None]]:
-    """What serving may do, in pieces."""
+    """What serving may do, in pieces; first what takes longest to compile."""
+    for count, row in itertools.product(_SAMPLED, _SAMPLING):
+        yield partial(_sample, model, SamplingRows.of([row] * count))
     for batch in _batches(model, max_rows):
         yield partial(_step, model, batch)
     for counted in _powers(max(1, LOGITS_ELEMENTS // model.config.vocab_size)):
         yield partial(_head, model, counted)
-    for count, row in itertools.product(_SAMPLED, _SAMPLING):
-        yield partial(_sample, model, SamplingRows.of([row] * count))
     slots, most = len(weights.slots(0)), ranks * max_rows * model.config.num_experts_per_tok
     pairs = {*_powers(most), *(slots * mean for mean in _PAIRS_A_SLOT)}
     for counted in sorted(count for count in pairs if count <= most):

@@ -268,7 +268,7 @@ def _add_tile(ours, values, there, scale, boost, top, total, sums):
     return total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def attention_kernel(
     queries,
     records,

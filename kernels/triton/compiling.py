@@ -105,11 +105,21 @@ class _Compilers(ThreadPoolExecutor):
     """Threads suffice: most of a compilation runs outside the interpreter's lock."""
 
     def __init__(self) -> None:
-        super().__init__(len(os.sched_getaffinity(0)), "compile")
+        threads = len(os.sched_getaffinity(0))
+        if torch.cuda.is_available():  # not so where a test counts variants
+            device = torch.cuda.current_device()
+            super().__init__(threads, "compile", torch.cuda.set_device, (device,))
+        else:
+            super().__init__(threads, "compile")
         self.futures: list[Future[Any]] = []
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        self.futures.append(super().submit(fn, *args, **kwargs))
+        def compile_and_load() -> Any:
+            kernel = fn(*args, **kwargs)
+            _ = kernel.run  # what launches it is made by a C compiler, when it is first asked for
+            return kernel
+
+        self.futures.append(super().submit(compile_and_load))
         return self.futures[-1]
 
 

@@ -175,15 +175,15 @@ def _launch(
         logits,
         logits.stride(0),
         logits if mask is None else mask.view(torch.uint8),
-        logits if broken is None else broken.view(torch.uint8),
+        status if broken is None else broken.view(torch.uint8),
         *(getattr(rows, name).contiguous() for name in _VECTORS),
         work,
         tokens,
         status,
         rows.eos_id,
         int(rows.purpose),
+        int(broken is not None),
         HAS_MASK=mask is not None,
-        EDITED=broken is not None,
         **shape,
     )
     return tokens, status
@@ -211,7 +211,7 @@ def _shape(vocab: int, force_top_k: int, settings: Config) -> dict[str, Any]:
     }
 
 
-@triton.jit(do_not_specialize=["eos", "purpose"])
+@triton.jit(do_not_specialize=["eos", "purpose", "edited"])  # each variant takes 12 s to compile
 def _sample_kernel(
     logits,
     stride,
@@ -231,6 +231,7 @@ def _sample_kernel(
     status,
     eos,
     purpose,
+    edited,
     V: tl.constexpr,
     K: tl.constexpr,
     LANES: tl.constexpr,
@@ -239,7 +240,6 @@ def _sample_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     HAS_MASK: tl.constexpr,
-    EDITED: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
@@ -300,10 +300,8 @@ def _sample_kernel(
         seen, token = largest(logits, mask, ban, V, HAS_MASK, TILE)
         found = (token < V).to(tl.int32)
     bad = (seen & BROKEN) != 0
-    if EDITED:
-        bad |= tl.load(broken + row) != 0
-    else:
-        bad |= (seen & FINITE) == 0
+    was_broken = tl.load(broken + row, mask=edited != 0, other=0) != 0
+    bad |= tl.where(edited != 0, was_broken, (seen & FINITE) == 0)
     ended = tl.where(bad, _NAN, tl.where(found == 0, _ALL_BLOCKED, _OK))
     tl.store(status + row, ended.to(tl.uint8))
     tl.store(tokens + row, tl.where(ended == _OK, token, -1).to(tl.int64))

@@ -199,14 +199,10 @@ while not ended.is_set():
 def memory_held(leave: int) -> Iterator[None]:
     """Another process holds all of the GPU's memory but `leave` bytes, and takes what becomes free."""
     command = [sys.executable, "-c", _HOLD, str(leave)]
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdin is not None and holder.stdout is not None
-    try:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        yield
-    finally:
-        holder.stdin.close()
-        holder.wait(60)
+        yield  # leaving closes its input, and it ends
 
 
 def refused(directory: Path, code: int, **settings: int) -> str:
