@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     GAVE_UP = 6  # a process of the node kept dying; the supervisor stopped the node
     PARENT_DIED = 7  # the death pipe to the supervisor closed
     LOST = 8  # the supervisor declared this rank lost; it must not touch shared state again
-    NO_ROOM = 9  # shared memory or a GPU's is full: started again when there may be room, however often
+    NO_ROOM = 9  # shared memory or a GPU is full: started again until there is room
     INTERNAL = 70
 
 

@@ -14,7 +14,7 @@ from phalanx.worker_svc.warm import warm_up
 pytest.importorskip("triton")
 from phalanx.kernels.triton import compiling
 
-_NEEDED = 7
+_NEEDED = 12  # 8 kinds of draws, and 4 steps
 
 
 @contextmanager
@@ -42,7 +42,9 @@ def test_steps_of_any_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda *step: told.append(step),
     )
     assert world.model.experts is experts
-    assert len(layers) == 2 * 7 * world.config.num_hidden_layers  # 4 sizes, and 3 after a context
-    assert told == [("compile kernels", 0.5), *(("load kernels", i / _NEEDED) for i in range(7))]
+    # 4 sizes, and 3 after a context: to see what they need, and 4 in earnest.
+    assert len(layers) == (7 + 4) * world.config.num_hidden_layers
+    loads = [("load kernels", i / _NEEDED) for i in range(_NEEDED)]
+    assert told == [("compile kernels", 0.5), *loads]
     ids = world.tokens(40)
     assert torch.equal(world.run(0, 0, ids), alone("tiny-a", ids))
