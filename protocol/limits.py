@@ -54,7 +54,8 @@ DRAIN_MS = 10_000  # default time to finish running requests at shutdown
 TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
 HAND_OVER_MS = 1_000  # for a gateway that is replaced: what is on its way to the journal's disk
 CHANGE_S_MAX = 86_400.0  # the longest time that a scale or a restart may be given
-KILL_GRACE_MS = 5_000  # from SIGKILL to giving up on a process that the kernel does not let go
+# From SIGKILL to giving up on a process that the kernel does not let go: one with tens of GiB on a GPU takes seconds.
+KILL_GRACE_MS = 20_000
 OLD_NODE_MS = 3_000  # how long a start waits for the children of a killed supervisor to vanish
 
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask

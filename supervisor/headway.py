@@ -34,11 +34,12 @@ class Headway:
 def waiting_for(processes: Sequence[ProcessStatus]) -> list[str]:
     """What is not ready yet, and where it stands, for people: "worker-0 (compile kernels, 45%)"."""
     return [
-        f"{process.name} ({process.detail or process.state}{_share(process.fraction)})"
+        f"{process.name} ({process.detail or process.state}{share(process.fraction)})"
         for process in processes
         if process.name != "supervisor" and process.state != "ready"
     ]
 
 
-def _share(fraction: float) -> str:
+def share(fraction: float) -> str:
+    """ ", 45%"; nothing where it is not known."""
     return f", {fraction:.0%}" if fraction >= 0 else ""

@@ -33,7 +33,7 @@ from phalanx.supervisor.commands.common import (
     run_dir_option,
 )
 from phalanx.supervisor.commands.plan import memory_plan
-from phalanx.supervisor.headway import Headway, waiting_for
+from phalanx.supervisor.headway import Headway, share, waiting_for
 from phalanx.supervisor.lock import FAILED_FILE
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
@@ -343,7 +343,9 @@ def status_table(reply: StatusReply) -> Table:
     for column in ("process", "pid", "state", "restarts", "last beat"):
         table.add_column(column, justify="left" if column in ("process", "state") else "right")
     for process in reply.processes:
-        state = process.state if not process.detail else f"{process.state}: {process.detail}"
+        state = process.state
+        if process.detail:
+            state += f": {process.detail}{share(process.fraction)}"
         beat = f"{process.last_beat_ms} ms" if process.last_beat_ms >= 0 else ""
         table.add_row(process.name, str(process.pid), state, str(process.restarts), beat)
     return table

@@ -14,6 +14,7 @@ from phalanx.protocol.limits import (
     BUSY_SILENCE_MS,
     GO_ACK_MS,
     HANG_MS,
+    KILL_GRACE_MS,
     RESTARTS_MAX,
     START_DEADLINE_MS,
     STARVED_MS_MAX,
@@ -701,7 +702,7 @@ def test_shutdown_ends_even_if_the_kernel_holds_a_process() -> None:
     story = running().feed(KillAsked())
     assert len(story.take(Kill)) == len(story.core.processes)
     end(story, *others(story), code=-9)
-    story.wait(5100)
+    story.wait(KILL_GRACE_MS + 100)
     (finished,) = story.take(Finished)
     assert "gateway (does not die)" in finished.left
 
