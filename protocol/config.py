@@ -45,6 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int = 1  # torch threads; part of the numerics fingerprint
     # On a GPU, `reference` runs torch operations in place of our kernels: to compare, and slow.
     kernels: Literal["auto", "reference"] = "auto"
+    graphs: bool = True  # on a GPU that holds all experts, decode steps are CUDA graphs
     # Other than `off`, a prompt's early tokens skip the later layers: less work, other tokens.
     yoco_truncation: Literal["off", "mask", "compact"] = "off"  # `mask` is for comparison
     yoco_keep_tokens: int = 140  # last tokens of each prompt that do not; at least window + 6
@@ -108,6 +109,14 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def exact(self) -> bool:
         """A stream can be made again, after any fault, with the same tokens. Else it is logged."""
         return not self.inexact
+
+    @property
+    def records_steps(self) -> bool:
+        """Whether small steps are recorded as CUDA graphs: where no other rank takes part in them."""
+        worker = self.worker
+        return (
+            worker.graphs and self.device == "cuda" and self.ranks == 1 and worker.kernels == "auto"
+        )
 
     @property
     def inexact(self) -> tuple[str, ...]:

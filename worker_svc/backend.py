@@ -1,6 +1,7 @@
 """The backend that computes: the model's share of one rank, with its experts spread over the group."""
 
 import json
+import time
 
 import msgspec
 import torch
@@ -32,6 +33,7 @@ from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
 from phalanx.worker_svc.model.invariance import check_invariance
+from phalanx.worker_svc.model.recorded import RecordedSteps, cuda_graphs
 from phalanx.worker_svc.model.shards import CheckpointError
 from phalanx.worker_svc.model.tensors import num_experts
 from phalanx.worker_svc.model.truncation import Truncation
@@ -114,7 +116,27 @@ class ModelBackend:
                 service.progress,
                 service.config.ranks,
             )
+            if service.config.records_steps:
+                self._record_steps()
         self._warm = True
+
+    def _record_steps(self) -> None:
+        service, engine, experts = self._service, self._engine, self._experts
+        slots, started = self._weights.slots(0), time.monotonic()
+        num_slots = len(slots)  # with more of them, experts lie elsewhere
+        recorded = RecordedSteps(
+            engine.model,
+            experts.own,
+            cuda_graphs(),
+            engine.rooms(),
+            suits=lambda: experts.alone and len(slots) == num_slots,
+            launched=self._marks.layer,
+            progress=lambda done: service.progress("record steps", done),
+        )
+        engine.model.recorded = recorded
+        service.log.info("steps recorded", rooms=len(recorded), s=time.monotonic() - started)
+        if recorded.failure:
+            service.log.warning("not all steps recorded", error=recorded.failure)
 
     def _compile_begins(self, kernel: str) -> None:
         if self._warm:

@@ -16,7 +16,7 @@ from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.forced import force_tokens
 from phalanx.worker_svc.gpu_room import StepUndone, is_out_of_memory, no_room
-from phalanx.worker_svc.model.batch import StepBatch
+from phalanx.worker_svc.model.batch import Room, StepBatch, step_rooms
 from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CPU, CacheLayout, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.model import Model, PendingStep
@@ -87,6 +87,12 @@ class Engine:
         self._settle = settle
         self._staging: Arena | None = None  # the scheduler's, once something was restored
         self.reset()
+
+    def rooms(self) -> list[Room]:
+        """Of the steps that are worth recording: decode steps of all contexts that there are blocks for."""
+        config, sizes = self.model.config, self.sizes
+        longest = min(config.max_positions, (sizes.num_blocks - 1) * BLOCK_TOKENS)
+        return step_rooms(sizes.num_slots, longest)
 
     def reset(self) -> None:
         """Forget every sequence; weights and pools stay. Handles given out before are stale."""
@@ -197,9 +203,14 @@ class Engine:
             self._copy[blocks] = self.pools.blocks[blocks.to(self._device)].cpu()
 
     def _count_picks(self, pending: PendingStep) -> None:
+        # Of all layers with as many rows at once; these are neighbours.
+        by_rows: dict[int, list[int]] = {}
         for layer, picks in pending.expert_picks.items():
-            flat = picks.flatten()
-            self.expert_counts[layer].scatter_add_(0, flat, torch.ones_like(flat))
+            by_rows.setdefault(len(picks), []).append(layer)
+        for layers in by_rows.values():
+            flat = torch.stack([pending.expert_picks[layer] for layer in layers]).flatten(1)
+            counts = self.expert_counts[layers[0] : layers[-1] + 1]
+            counts.scatter_add_(1, flat, torch.ones_like(flat))
 
     def _sample(self, pending: PendingStep, rows: PlanRows) -> SampleResult:
         settings = self._sequences.sampling_rows(rows.slots[rows.sample_seqs], rows.positions)

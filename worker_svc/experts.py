@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.protocol.placement import LayerSlots, Placement, choose_copy, copies
+from phalanx.protocol.placement import EMPTY, LayerSlots, Placement, choose_copy, copies
 from phalanx.worker_svc.exchange import Exchange
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.moe import run_expert_pairs, visit
@@ -57,16 +57,69 @@ class Sent:
     local: tuple[Tensor, Tensor, Tensor]  # slots, rows, weights of the pairs that stay here
 
 
+class OwnExperts:
+    """The `Experts` of a rank that holds them all.
+
+    Where they are is read from one table that stays in its place, so that recorded steps follow it.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
+        layers, experts = weights.config.num_hidden_layers, weights.config.n_routed_experts
+        # The last column is that of pick -1, which is none.
+        self._slots = torch.full(
+            (layers, experts + 1), -1, dtype=torch.int64, device=weights.device
+        )
+
+    def enter_epoch(self, placement: Placement, seat: int) -> None:
+        """Take the first copy of each expert at this seat: no copy changes a number."""
+        index = placement.seats.index(seat)
+        slots = torch.full(self._slots.shape, -1, dtype=torch.int64)
+        for layer, seats in enumerate(placement.physical_to_logical):
+            for slot, expert in reversed(list(enumerate(seats[index]))):
+                if expert != EMPTY:
+                    slots[layer, expert] = slot
+        self._slots.copy_(slots)
+
+    def dispatch(
+        self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
+    ) -> Tensor:
+        num_rows, num_topk = topk_idx.shape
+        pairs = run_expert_pairs(
+            self._weights,
+            layer,
+            self._slots[layer][topk_idx].flatten(),
+            x.repeat_interleave(num_topk, dim=0),
+            topk_weights.flatten(),
+        )
+        return pairs.view(num_rows, num_topk, x.shape[1])
+
+    def combine(self, handle: Tensor) -> Tensor:
+        return handle
+
+
 class GroupExperts:
-    """The `Experts` of a rank within a group. `enter_epoch` before the first step of each epoch."""
+    """The `Experts` of a rank within a group. `enter_epoch` before the first step of each epoch.
+
+    Attributes:
+        own: what it does while there are no peers.
+    """
 
     def __init__(self, weights: Weights, seat: int, on_layer: Callable[[], None]) -> None:
         """`on_layer` is called once a layer: the sign of progress of a long step."""
         self._weights, self._seat, self._on_layer = weights, seat, on_layer
         self._tables: list[CopyTable] = []
+        self.own = OwnExperts(weights)
+        self._exchange: Exchange | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether all experts are here, with nobody else to serve."""
+        return self._exchange is not None and not self._exchange.peers
 
     def enter_epoch(self, placement: Placement, exchange: Exchange) -> None:
         self._exchange = exchange
+        self.own.enter_epoch(placement, self._seat)
         # Layers are all alike until loads differ: work out each kind once, everybody waits for this.
         kinds: dict[LayerSlots, CopyTable] = {}
         for layer, held in enumerate(placement.physical_to_logical):
@@ -76,23 +129,18 @@ class GroupExperts:
 
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
-    ) -> Sent:
+    ) -> Sent | Tensor:
         """Store every pair at the rank that shall compute it (see `Experts.dispatch`)."""
+        assert self._exchange is not None, "an epoch is entered before it runs"
         self._on_layer()
+        self._exchange.begin()
+        if not self._exchange.peers:
+            return self.own.dispatch(layer, x, topk_idx, topk_weights, copy_keys)
         num_rows, num_topk = topk_idx.shape
         device = self._weights.device  # a visit without rows comes from the CPU
         x, topk_idx, topk_weights = x.to(device), topk_idx.to(device), topk_weights.to(device)
         seats, slots = self._tables[layer].choose(topk_idx, copy_keys)
         flat_seats, flat_slots, weights = seats.flatten(), slots.flatten(), topk_weights.flatten()
-        self._exchange.begin()
-        if not self._exchange.peers:
-            return Sent(
-                layer,
-                num_rows,
-                num_topk,
-                {},
-                (flat_slots, x.repeat_interleave(num_topk, dim=0), weights),
-            )
         pairs = {
             seat: (flat_seats == seat).nonzero()[:, 0]
             for seat in (*self._exchange.peers, self._seat)
@@ -109,8 +157,11 @@ class GroupExperts:
         local = (flat_slots[here], x[here // num_topk], weights[here])
         return Sent(layer, num_rows, num_topk, pairs, local)
 
-    def combine(self, handle: Sent) -> Tensor:
+    def combine(self, handle: Sent | Tensor) -> Tensor:
         """Compute what arrived together with what stayed, send results back, gather ours."""
+        if isinstance(handle, Tensor):
+            return handle
+        assert self._exchange is not None
         received = self._exchange.received()
         slots, rows, weights = handle.local
         device = self._weights.device
@@ -121,8 +172,6 @@ class GroupExperts:
             [weights, *(peer_weights.to(device) for _, _, peer_weights, _ in received)],
         )
         hidden = self._weights.config.hidden_size
-        if not self._exchange.peers:
-            return computed[0].view(handle.num_rows, handle.num_topk, hidden)
         for (peer, *_), results in zip(received, computed[1:], strict=True):
             self._exchange.reply(peer, results.cpu())
         out = torch.empty(

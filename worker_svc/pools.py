@@ -9,6 +9,7 @@ import torch
 from phalanx.protocol.arena import SHM
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ConfigError, NoRoom, PhalanxError
+from phalanx.worker_svc.model.batch import step_rooms
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layout import BLOCK_TOKENS, CacheLayout
@@ -20,6 +21,7 @@ _DRIVER_BYTES: Final = 1 << 30  # of a GPU's memory that nobody holds and nobody
 # Left free where nobody says how many blocks there shall be: the next worker needs a little more or less.
 _SPARE_SHARE: Final = 64
 _SCORES_AT_MOST = 8 << 30  # longer contexts with so many rows at a time are not expected
+_LAYER_LAUNCHES = 3 << 17  # bytes, of one layer in one room
 _SHM_SHARE = 0.8  # of what is free there may hold the copies of a GPU's blocks
 _FREE_SHARE = 4  # all ranks together take at most a quarter of the free memory
 
@@ -33,11 +35,14 @@ class GpuPlan:
     weights: int  # and whatever else this process holds already
     others: int  # held by other processes, and by the driver
     workspace: int  # for the activations of the largest step
+    graphs: int = (
+        0  # for recorded steps: what they compute in between and leave, and their launches
+    )
 
     @property
     def room(self) -> int:
         """What caches may take."""
-        return self.total - self.weights - self.others - self.workspace
+        return self.total - self.weights - self.others - self.workspace - self.graphs
 
     def refusal(self, what: str, need: int, advice: str) -> PhalanxError:
         """Why `what` does not fit. NoRoom where it would if other processes held nothing."""
@@ -45,7 +50,7 @@ class GpuPlan:
         text = (
             f"{what} need {shown_bytes(need)} of GPU memory, {shown_bytes(max(0, self.room))} are left"
             f" ({self.name}: {shown_bytes(self.total)}, weights {shown_bytes(self.weights)}, driver and"
-            f" other processes {shown_bytes(self.others)}, a step {shown_bytes(self.workspace)}): {advice}"
+            f" other processes {shown_bytes(self.others)}, steps {shown_bytes(self.workspace + self.graphs)}): {advice}"
         )
         if need <= self.room + others:
             return NoRoom(f"{text}, or end the other processes on this GPU")
@@ -56,9 +61,9 @@ class GpuPlan:
         torch.cuda.empty_cache()  # what loading left behind
         free, total = torch.cuda.mem_get_info(device)
         held = torch.cuda.memory_reserved(device)
-        workspace = workspace_bytes(model, config)
+        workspace, graphs = workspace_bytes(model, config), graphs_bytes(model, config)
         name = torch.cuda.get_device_name(device)
-        return cls(name, total, held, total - free - held, workspace)
+        return cls(name, total, held, total - free - held, workspace, graphs)
 
     def lines(self) -> list[tuple[str, str]]:
         return [
@@ -66,6 +71,7 @@ class GpuPlan:
             ("weights", shown_bytes(self.weights)),
             ("driver and other processes", shown_bytes(self.others)),
             ("workspace of a step", shown_bytes(self.workspace)),
+            ("recorded steps", shown_bytes(self.graphs) if self.graphs else "none"),
         ]
 
 
@@ -75,12 +81,26 @@ def workspace_bytes(model: ModelConfig, config: NodeConfig) -> int:
     The stream and its successor, the expert pairs with their results, logits of every sequence with
     its drafts, and the index scores of all rows over the longest context.
     """
-    rows = config.scheduler.max_num_batched_tokens
+    scheduler = config.scheduler
+    sampled = scheduler.max_num_seqs * (model.dspark_block_size + 1)
+    return _activations(model, scheduler.max_num_batched_tokens, sampled)
+
+
+def graphs_bytes(model: ModelConfig, config: NodeConfig) -> int:
+    """Recorded steps on a GPU: the activations of the largest room, in which all others have room too,
+    and what describes each room's launches. 0 if none are recorded."""
+    if not config.records_steps:
+        return 0
+    rooms = step_rooms(config.scheduler.max_num_seqs, model.max_positions)
+    rows = rooms[0].rows
+    return _activations(model, rows, rows) + len(rooms) * model.num_hidden_layers * _LAYER_LAUNCHES
+
+
+def _activations(model: ModelConfig, rows: int, sampled: int) -> int:
     stream = 4 * 4 * rows * model.hc_mult * model.hidden_size
     queries = 2 * 4 * rows * model.num_attention_heads * model.head_dim
     pairs = rows * model.num_experts_per_tok
     experts = pairs * (8 * model.hidden_size + 12 * model.moe_intermediate_size)
-    sampled = config.scheduler.max_num_seqs * (model.dspark_block_size + 1)
     logits = 3 * 4 * sampled * model.vocab_size
     scores = 3 * 4 * rows * model.max_positions
     return int(_MARGIN * (stream + queries + experts + logits + min(scores, _SCORES_AT_MOST)))

@@ -65,7 +65,8 @@ def run_experts(
     """Run (row, expert) pairs; a pair's result does not depend on the other pairs.
 
     Args:
-        slot_ids: int64 [P].
+        slot_ids: int64 [P]. A pair with any other number than that of a slot is multiplied by nothing;
+            its result is zeros.
         x_rows: bf16 [P, D], already through Q8.
         pair_weights: float32 [P], routing weights; they enter before the down projection.
         limit: of the activation's clamp.
@@ -73,8 +74,8 @@ def run_experts(
     Returns:
         bf16 [P, D].
     """
-    out = torch.empty_like(x_rows)
-    for slot in set(slot_ids.tolist()):
+    out = torch.zeros_like(x_rows)
+    for slot in set(slot_ids.tolist()) & set(range(pool.num_slots)):
         (pairs,) = torch.nonzero(slot_ids == slot, as_tuple=True)
         x = x_rows[pairs].float()
         gate, up = (round_bf16(matmul_rows(x, pool.matrix(part, slot))) for part in (0, 1))

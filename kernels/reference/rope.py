@@ -63,18 +63,26 @@ class GrowingRope:
         self._freqs, self._device = freqs, device or freqs.device
         self._table = rope_table(freqs, _FIRST_POSITIONS).to(self._device)
 
-    def at(self, positions: Tensor, there: Tensor | None = None) -> RopeTable:
-        """The rows of these positions.
+    def at(self, positions: Tensor) -> RopeTable:
+        """The rows of these positions, int64 [R] on the CPU."""
+        self.reach(positions)
+        return self._table.at(positions.to(self._device))
 
-        Args:
-            positions: int64 [R], on the CPU.
-            there: the same on the table's device, where they are there already.
-        """
+    def reach(self, positions: Tensor) -> None:
+        """Have the rows of these positions, int64 [R] on the CPU. The table may move."""
         have = self._table.cos.shape[0]
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > have:
             self._table = rope_table(self._freqs, max(needed, 2 * have)).to(self._device)
-        return self._table.at(positions.to(self._device) if there is None else there)
+
+    def known(self, there: Tensor) -> RopeTable:
+        """The rows of positions that were reached, int64 [R] on the table's device."""
+        return self._table.at(there)
+
+    @property
+    def table(self) -> RopeTable:
+        """As far as it reaches now."""
+        return self._table
 
 
 def rotate(x: Tensor, table: RopeTable) -> Tensor:

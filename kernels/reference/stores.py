@@ -47,14 +47,14 @@ def store_compressed(
         latent: bf16 values [M, d], as pooled or projected.
         norm_weight: [d].
         table: rows of the M entries' positions.
-        blocks, offsets: int64 [M].
+        blocks, offsets: int64 [M]; a negative block stores nothing.
         pool: uint8 [num_blocks, entries, record].
 
     Returns:
         The normed latents [M, d] before the turn, bf16 values: what index keys are made of.
     """
     normed = rms_norm(latent, norm_weight, eps)
-    pool[blocks, offsets] = encode_compressed(rotate(normed.clone(), table))
+    _put(pool, blocks, offsets, encode_compressed(rotate(normed.clone(), table)))
     return normed
 
 
@@ -69,7 +69,14 @@ def store_index_keys(
 ) -> None:
     """Norm, turn and encode index keys, bf16 values [M, d], and store them; see `store_compressed`."""
     keys = rotate(rms_norm(keys, norm_weight, eps), table)
-    pool[blocks, offsets] = encode_index_key(keys)
+    _put(pool, blocks, offsets, encode_index_key(keys))
+
+
+def _put(pool: Tensor, blocks: Tensor, offsets: Tensor, records: Tensor) -> None:
+    stored = blocks >= 0
+    if not bool(stored.all()):
+        blocks, offsets, records = blocks[stored], offsets[stored], records[stored]
+    pool[blocks, offsets] = records
 
 
 def store_window(

@@ -1,5 +1,6 @@
 """A node that computes on a GPU: every stream is the same alone and in company, in small and in large
-portions, preempted or not, after a process was killed, on one GPU and on two; and nothing is left.
+portions, preempted or not, with recorded steps and without, after a process was killed, on one GPU and on
+two; and nothing is left.
 
 PHALANX_TEST_DEVICE=cpu runs the same on the CPU, to try the test itself.
 """
@@ -58,10 +59,11 @@ def specs(lengths: Sequence[int], max_tokens: int, vocab: int) -> list[Spec]:
 
 
 def config_file(directory: Path, **scheduler: int | str) -> Path:
-    """Of a node with these settings of the scheduler; `num_blocks` is the worker's."""
-    blocks = scheduler.pop("num_blocks", 0)
+    """Of a node with these settings of the scheduler; `num_blocks` and `graphs` are the worker's."""
+    blocks, graphs = scheduler.pop("num_blocks", 0), bool(scheduler.pop("graphs", True))
     path = directory / "node.json"
-    document = {"scheduler": scheduler, "worker": {"num_blocks": blocks, "host_weights": False}}
+    worker = {"num_blocks": blocks, "host_weights": False, "graphs": graphs}
+    document = {"scheduler": scheduler, "worker": worker}
     path.write_text(json.dumps(document))
     return path
 
@@ -83,7 +85,7 @@ def check(
     small: dict[str, int | str],
     alone: int,
 ) -> None:
-    """One node with plenty of everything, then one with little: the same streams."""
+    """One node with plenty of everything, then one with little, and without recorded steps: the same streams."""
     options = ("--device", DEVICE, "--model", model)
     with tempfile.TemporaryDirectory() as scratch:
         started = time.monotonic()
@@ -94,6 +96,9 @@ def check(
         assert len(together) == sum(spec.n for spec in wanted)
         assert {stream[0] for stream in together.values()} == {"length"}
         assert compiled_late(node) == []
+        assert DEVICE == "cpu" or (
+            logged(node, "steps recorded") and not logged(node, "not all steps recorded")
+        )
         for place, stream in timed("alone", lambda: run_alone(node, wanted, alone)).items():
             assert stream == together[place], place
         wait_for(node.whole, 60, "every block and slot back")
@@ -108,9 +113,12 @@ def check(
 
 def compiled_late(node: Node) -> list[str]:
     """Kernels that requests had to wait for, as the worker's log tells."""
+    return [record["kernel"] for record in logged(node, "kernel compiled while serving")]
+
+
+def logged(node: Node, event: str) -> list[dict[str, str]]:
     lines = (node.run_dir / "logs" / "worker-0.log").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [r["kernel"] for r in records if r["event"] == "kernel compiled while serving"]
+    return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
 def steps(node: Node) -> tuple[int, int]:
@@ -128,7 +136,11 @@ def timed(name: str, work: Callable[[], Streams]) -> Streams:
 
 def test_streams_of_a_small_model(start_node: Callable[..., Node]) -> None:
     lengths = [1, 2, 9, 17, 130, 300, 40, 129, 500, 33, 5, 64]
-    small: dict[str, int | str] = {"max_num_batched_tokens": 64, "num_blocks": 14}
+    small: dict[str, int | str] = {
+        "max_num_batched_tokens": 64,
+        "num_blocks": 14,
+        "graphs": False,
+    }
     check(start_node, "random-tiny", specs(lengths, 40, 500), {}, small, alone=5)
 
 
@@ -282,5 +294,9 @@ def test_streams_of_four_full_layers(full_model: Path, start_node: Callable[...,
     rng = random.Random(4)
     lengths = [32_768, *(rng.choice((3, 60, 129, 400, 1000)) for _ in range(63))]
     plenty: dict[str, int | str] = {"max_num_batched_tokens": 2048, "num_blocks": 2000}
-    small: dict[str, int | str] = {"max_num_batched_tokens": 512, "num_blocks": 400}
+    small: dict[str, int | str] = {
+        "max_num_batched_tokens": 512,
+        "num_blocks": 400,
+        "graphs": False,
+    }
     check(start_node, str(full_model), specs(lengths, 48, 129_000), plenty, small, alone=6)

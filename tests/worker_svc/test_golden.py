@@ -129,12 +129,11 @@ def forced(
         return torch.cat((value, torch.zeros(missing, *value.shape[1:]))).to(DEVICE)
 
     h, pre = model.embed(step.rows.token_ids)
-    units = model.engram.units(step)
     for layer, weights in enumerate(model.layers):
         if layer:
             h, pre = recorded(layer - 1, "h_out"), recorded(layer - 1, "pre_mix_out")
         if weights.engram is not None:
-            model.engram.apply(step, weights.engram, layer, units, h)
+            model.engram.apply(step, weights.engram, layer, h)
             h = recorded(layer, "engram_out")
         run_layer(step, attention, weights, model.experts, layer, h, pre)
     return prompt, noted

@@ -53,3 +53,27 @@ def test_a_struct_there_and_back(device: str) -> None:
 def test_only_a_struct_is_moved() -> None:
     with pytest.raises(TypeError, match="list is no dataclass"):
         moving.moved([torch.zeros(1)], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_struct_that_is_filled_anew_stays_where_it_is(device: str) -> None:
+    def outer(seed: int) -> Outer:
+        ids = torch.arange(seed, seed + 7)
+        flags = torch.arange(5) % 2 == seed % 2
+        return Outer(1, ids, ids, {3: torch.full((2, 3), float(seed))}, Inner(flags, "a"))
+
+    refilled = moving.Refilled(outer(0), torch.device(device))
+    there = refilled.value
+    assert (
+        there.ids.data_ptr() != there.same.data_ptr()
+    )  # shared once, but perhaps not the next time
+    for seed in (4, 9):
+        given = outer(seed)
+        refilled.fill(given)
+        for got, expected in (
+            (there.ids, given.ids),
+            (there.same, given.same),
+            (there.table[3], given.table[3]),
+            (there.inner.flags, given.inner.flags),
+        ):
+            assert got.device.type == device and torch.equal(got.cpu(), expected)

@@ -11,7 +11,7 @@ from phalanx.protocol.errors import ConfigError, NoRoom
 from phalanx.worker_svc import pools
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layout import CacheLayout
-from phalanx.worker_svc.pools import GpuPlan, pool_sizes
+from phalanx.worker_svc.pools import GpuPlan, graphs_bytes, pool_sizes
 
 LAYOUT = CacheLayout(ModelConfig.load(Path(__file__).resolve().parents[1] / "golden" / "tiny-a"))
 FULL = CacheLayout(ModelConfig.load(Path(__file__).parent / "full_config.json"))
@@ -105,3 +105,18 @@ def test_a_gpu_without_room_for_one_block(monkeypatch: pytest.MonkeyPatch) -> No
     gpu(monkeypatch, 70 << 30)
     with pytest.raises(NoRoom, match=r"1 KV blocks and 8 state slots need .*, 0 B are left"):
         pool_sizes(FULL, config(), GPU)
+
+
+def test_recorded_steps_are_part_of_the_plan_where_there_are_any() -> None:
+    model = FULL.config
+    one = NodeConfig(device="cuda")
+    assert 1 << 30 < graphs_bytes(model, one) < 4 << 30
+    most = NodeConfig(device="cuda", scheduler=SchedulerConfig(max_num_seqs=1024))
+    assert graphs_bytes(model, most) > graphs_bytes(model, one)
+    for other in (
+        NodeConfig(device="cpu"),
+        NodeConfig(device="cuda", ranks=2),
+        NodeConfig(device="cuda", worker=WorkerConfig(graphs=False)),
+        NodeConfig(device="cuda", worker=WorkerConfig(kernels="reference")),
+    ):
+        assert graphs_bytes(model, other) == 0

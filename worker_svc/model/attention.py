@@ -153,8 +153,7 @@ def store_entries(step: Step, weights: AttentionWeights, layer: int, x: Tensor) 
     else:
         latent = round_bf16(kv)[entries.rows]
     eps = config.rms_norm_eps
-    here = step.host.entries[entries.ratio].positions
-    rope = step.ropes.yarn_all.at(here, entries.positions)
+    rope = step.ropes.yarn_all.known(entries.positions)
     where = entries.blocks, entries.offsets
     compressed, index_keys = step.pools.compressed[layer], step.pools.index_keys[layer]
     latent = store_compressed(latent, weights.compressor.norm, eps, rope, *where, compressed)

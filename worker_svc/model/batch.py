@@ -19,6 +19,8 @@ from phalanx.worker_svc.model.caches import BLOCK_TOKENS, NULL_BLOCK
 from phalanx.worker_svc.model.config import ModelConfig
 
 Int: TypeAlias = npt.NDArray[np.int64]
+_ROOM_ROWS: Final = (8, 16, 32, 64, 128, 256)
+_ROOM_COLUMNS: Final = (32, 256, 2048, 8192)  # up to 4k, 32k, 262k, a million tokens
 SPAN_ROWS: Final = 16  # rows of a sequence from which it pays to go page by page
 
 
@@ -186,8 +188,45 @@ class Windows:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Fixed sizes of a step's geometry, for steps that are computed in the same memory.
+
+    Attributes:
+        rows: P. There is room for as many sequences, and for as many new entries of each ratio.
+        columns: blocks of a sequence.
+    """
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def needed(cls, batch: StepBatch) -> "Room":
+        """The least that holds the batch."""
+        ends = batch.starts + batch.seqlens_q
+        return cls(batch.num_rows, -(-int(ends.max(initial=0)) // BLOCK_TOKENS))
+
+    def holds(self, other: "Room") -> bool:
+        return other.rows <= self.rows and other.columns <= self.columns
+
+
+def step_rooms(max_seqs: int, max_len: int) -> list[Room]:
+    """For decode steps of up to `max_seqs` sequences of up to `max_len` tokens, the largest first.
+
+    A few will do: rows that fill a room, and entries that no row sees, are passed over.
+    """
+    most, blocks = min(max_seqs, _ROOM_ROWS[-1]), -(-max_len // BLOCK_TOKENS)
+    rows = [count for count in _ROOM_ROWS if count < 2 * most] or [_ROOM_ROWS[0]]
+    columns = [*(count for count in _ROOM_COLUMNS if count < blocks), blocks]
+    columns = columns[: len(_ROOM_COLUMNS)]
+    return [Room(r, c) for r in reversed(rows) for c in reversed(columns)]
+
+
+@dataclass(frozen=True)
 class StepRows:
     """Geometry of a step of R rows, filled up to P rows. Filling rows see themselves alone.
+
+    In a `Room`, tables of sequences, new entries and rows with logits are filled up too: with a slot and
+    a row that there are, and with entries that are stored nowhere (block -1).
 
     Attributes:
         num_rows, num_padded: R and P.
@@ -198,6 +237,7 @@ class StepRows:
         block_table: int64 [S, max_blocks].
         logit_rows: int64 [L].
         entries: geometry by ratio.
+        filling: in a room, bool [P], True for the rows after the first R.
     """
 
     num_rows: int
@@ -212,12 +252,13 @@ class StepRows:
     block_table: Tensor
     logit_rows: Tensor
     entries: dict[int, EntryRows]
+    filling: Tensor | None = None
 
 
-def step_rows(batch: StepBatch, config: ModelConfig) -> StepRows:
-    """Derive the geometry of a checked batch."""
+def step_rows(batch: StepBatch, config: ModelConfig, room: Room | None = None) -> StepRows:
+    """Derive the geometry of a checked batch, which the room holds if there is one."""
     num_rows, num_seqs = batch.num_rows, batch.num_seqs
-    num_padded = padded(num_rows)
+    num_padded = room.rows if room else padded(num_rows)
     lengths, cu = batch.seqlens_q, batch.cu_seqlens_q
     seqs = np.zeros(num_padded, np.int64)
     seqs[:num_rows] = np.repeat(np.arange(num_seqs), lengths)
@@ -228,6 +269,12 @@ def step_rows(batch: StepBatch, config: ModelConfig) -> StepRows:
     tokens = np.zeros(num_padded, np.int64)
     tokens[:num_rows] = batch.token_ids
     ratios = {config.ratio(layer) for layer in config.kv_source_layer_ids}
+    slot_ids, table, logit_rows = batch.slot_ids, batch.block_table, batch.logit_rows
+    if room:
+        slot_ids, logit_rows = _filled(slot_ids, num_padded), _filled(logit_rows, num_padded)
+        table = np.full((num_padded, room.columns), NULL_BLOCK, np.int64)
+        columns = min(room.columns, batch.block_table.shape[1])
+        table[:num_seqs, :columns] = batch.block_table[:, :columns]
     return StepRows(
         num_rows=num_rows,
         num_padded=num_padded,
@@ -236,12 +283,19 @@ def step_rows(batch: StepBatch, config: ModelConfig) -> StepRows:
         positions=torch.from_numpy(positions),
         slots=torch.from_numpy(batch.slot_ids[seqs]),
         token_ids=torch.from_numpy(tokens),
-        slot_ids=torch.from_numpy(batch.slot_ids),
+        slot_ids=torch.from_numpy(slot_ids),
         window_from=torch.from_numpy(_window_from(batch, seqs)),
-        block_table=torch.from_numpy(batch.block_table),
-        logit_rows=torch.from_numpy(batch.logit_rows),
-        entries={r: _entry_rows(batch, seqs, within, positions, r) for r in sorted(ratios)},
+        block_table=torch.from_numpy(table),
+        logit_rows=torch.from_numpy(logit_rows),
+        entries={r: _entry_rows(batch, seqs, within, positions, r, room) for r in sorted(ratios)},
+        filling=torch.from_numpy(np.arange(num_padded) >= num_rows) if room else None,
     )
+
+
+def _filled(values: Int, length: int, filling: int = 0) -> Int:
+    filled = np.full(length, filling, np.int64)
+    filled[: len(values)] = values
+    return filled
 
 
 def _window_from(batch: StepBatch, seqs: Int) -> Int:
@@ -275,8 +329,10 @@ def step_windows(batch: StepBatch, rows: StepRows, config: ModelConfig, ring_siz
     )
 
 
-def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio: int) -> EntryRows:
-    num_rows = batch.num_rows
+def _entry_rows(
+    batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio: int, room: Room | None
+) -> EntryRows:
+    num_rows, num_seqs = batch.num_rows, room.rows if room else batch.num_seqs
     num_entries = BLOCK_TOKENS // ratio
     visible = (positions + 1) // ratio
     visible[num_rows:] = 0
@@ -285,19 +341,22 @@ def _entry_rows(batch: StepBatch, seqs: Int, within: Int, positions: Int, ratio:
         closes &= positions[:num_rows] >= batch.stored[seqs[:num_rows]]
     (closing,) = np.nonzero(closes)
     is_first = within[closing] == 0
-    partners = np.where(is_first, seqs[closing], batch.num_seqs + closing - 1)
     at = positions[closing]
     last_visible = visible[batch.cu_seqlens_q[1:] - 1]
+
+    def each(values: Int, filling: int = 0) -> Tensor:
+        return torch.from_numpy(_filled(values, room.rows, filling) if room else values)
+
     return EntryRows(
         ratio=ratio,
         num_entries=num_entries,
-        rows=torch.from_numpy(closing),
-        partners=torch.from_numpy(partners),
-        blocks=torch.from_numpy(batch.block_table[seqs[closing], at // BLOCK_TOKENS]),
-        offsets=torch.from_numpy(at % BLOCK_TOKENS // ratio),
-        positions=torch.from_numpy(at // ratio * ratio),
+        rows=each(closing),
+        partners=each(np.where(is_first, seqs[closing], num_seqs + closing - 1)),
+        blocks=each(batch.block_table[seqs[closing], at // BLOCK_TOKENS], NULL_BLOCK - 1),
+        offsets=each(at % BLOCK_TOKENS // ratio),
+        positions=each(at // ratio * ratio),
         visible=torch.from_numpy(visible),
-        num_columns=-(-int(last_visible.max(initial=0)) // num_entries),
+        num_columns=room.columns if room else -(-int(last_visible.max(initial=0)) // num_entries),
     )
 
 

@@ -5,10 +5,10 @@ from torch import Tensor
 
 from phalanx.kernels.matrix import Fp8Matrix, Matrix
 from phalanx.kernels.ops import ExpertPool, expert_pool, gather
-from phalanx.kernels.reference.engram import gather_on_host
+from phalanx.kernels.reference.quant import dequant_engram_rows
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.checkpoint import Expert, Weights
-from phalanx.worker_svc.model.host_tables import readable_by_gpu
+from phalanx.worker_svc.model.host_tables import PickedRows, readable_by_gpu
 from phalanx.worker_svc.model.shards import Checkpoint
 from phalanx.worker_svc.model.tensors import expert_names
 
@@ -53,7 +53,14 @@ class GpuWeights(Weights):
         codes, scales = self.packed(f"layers.{layer}.engram.embed")
         if ids.is_cuda:
             return gather(codes, scales, ids)
-        return gather_on_host(codes, scales, ids, self.device)
+        picked = self.picked_rows(layer, ids.numel(), pinned=False)
+        picked.pick(ids.flatten())
+        rows = dequant_engram_rows(picked.codes.to(self.device), picked.scales.to(self.device))
+        return rows.view(*ids.shape, -1)
+
+    def picked_rows(self, layer: int, count: int, *, pinned: bool) -> PickedRows:
+        """A place for `count` rows of a table that the host has to pick."""
+        return PickedRows(*self.packed(f"layers.{layer}.engram.embed"), count, pinned=pinned)
 
     def pool(self, layer: int) -> ExpertPool:
         """The slots of a layer's experts."""

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.kernels.ops import collapse, mean_copies, rms_norm
-from phalanx.kernels.reference.rope import GrowingRope, frequencies, stretch
+from phalanx.kernels.reference.rope import GrowingRope, RopeTable, frequencies, stretch
 from phalanx.kernels.reference.rows import pad_rows
 from phalanx.protocol import faults
 from phalanx.worker_svc.model.attention import attention, store_entries
-from phalanx.worker_svc.model.batch import StepBatch, step_rows
+from phalanx.worker_svc.model.batch import Room, StepBatch, step_rows
 from phalanx.worker_svc.model.caches import CPU, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
@@ -22,7 +23,7 @@ from phalanx.worker_svc.model.layers import layer_weights
 from phalanx.worker_svc.model.moe import Experts, visit
 from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.noise import nudge
-from phalanx.worker_svc.model.step import Observer, Ropes, Step
+from phalanx.worker_svc.model.step import Inputs, Observer, Ropes, Step
 from phalanx.worker_svc.model.sublayers import attention_input, first_weights, run_layer
 from phalanx.worker_svc.model.truncation import OFF, Tail, Truncation
 
@@ -42,6 +43,16 @@ class Stream:
     h: Tensor
     pre: Tensor
     taps: list[Tensor]
+
+
+class Recorded(Protocol):
+    """Steps that were recorded (`recorded.py`)."""
+
+    def run(self, batch: StepBatch) -> "PendingStep | None":
+        """What `Model.forward` returns, to the same bits; None if no record suits the batch.
+
+        It is good until the next step begins.
+        """
 
 
 @dataclass(frozen=True)
@@ -89,6 +100,7 @@ class Model:
 
     Attributes:
         drafter: proposes tokens, if there are draft stages and experts for them.
+        recorded: computes small steps quicker, if it was set up.
     """
 
     def __init__(
@@ -113,6 +125,7 @@ class Model:
         self._max_len = pools.history.shape[1]
         self._device = weights.device
         self._plain_rope, self._yarn_rope = rope_tables(config, weights.device)
+        self.recorded: Recorded | None = None
         self.drafter: Drafter | None = None
         if draft_experts is not None and config.draft_stages > 0:
             self.drafter = Drafter(weights, pools, self._plain_rope, draft_experts, self.head)
@@ -124,32 +137,52 @@ class Model:
             ValueError: the batch cannot be computed; nothing was changed.
         """
         batch.check(self.config, self._max_len)
-        step = self._step(batch, self.truncation.tail(batch), observer)
-        rows = step.host
+        tail = self.truncation.tail(batch)
+        return self._step(batch, self.inputs(batch), tail, observer)
+
+    def inputs(self, batch: StepBatch, room: Room | None = None) -> Inputs:
+        """What the step's computation reads of a checked batch, on the CPU. Notes its tokens in the history."""
+        rows = step_rows(batch, self.config, room)
         real = slice(0, rows.num_rows)
         # By position: doing the step again writes the same ids.
         history = self.pools.history
         history[rows.slots[real], rows.positions[real]] = rows.token_ids[real].to(torch.int32)
-        return step
+        return Inputs(rows, self.engram.units(rows, history))
 
-    def _step(self, batch: StepBatch, tail: Tail | None, observer: Observer | None) -> Step:
-        host = step_rows(batch, self.config)
-        rows = host if self._device == CPU else moved(host, self._device)
-        at, yarn = (host.positions, rows.positions), self._yarn_rope
-        ropes = Ropes(self._plain_rope.at(*at), yarn.at(*at), yarn)
-        keys = torch.from_numpy(batch.copy_keys)[host.seqs] + host.positions * _POSITION_PRIME
+    def _step(
+        self, batch: StepBatch, host: Inputs, tail: Tail | None, observer: Observer | None
+    ) -> Step:
+        there = host if self._device == CPU else moved(host, self._device)
+        self.reach(host.rows.positions)
+        keys = torch.from_numpy(batch.copy_keys)[host.rows.seqs]
         return Step(
             config=self.config,
-            num_rows=host.num_rows,
-            copy_keys=keys,
+            num_rows=batch.num_rows,
+            copy_keys=keys + host.rows.positions * _POSITION_PRIME,
             observer=observer,
             batch=batch,
-            rows=rows,
-            host=host,
+            rows=there.rows,
+            host=host.rows,
             pools=self.pools,
-            ropes=ropes,
+            ropes=self.ropes(there.rows.positions),
+            units=(host.units, there.units),
             tail=tail,
         )
+
+    def reach(self, positions: Tensor) -> None:
+        """Make the rotary tables long enough for these positions, int64 [P] on the CPU."""
+        self._plain_rope.reach(positions)
+        self._yarn_rope.reach(positions)
+
+    @property
+    def rope_tables(self) -> tuple[RopeTable, RopeTable]:
+        """As far as they reach now."""
+        return self._plain_rope.table, self._yarn_rope.table
+
+    def ropes(self, positions: Tensor) -> Ropes:
+        """Rotary tables of rows at positions that were reached, int64 [P] where they are computed."""
+        plain, yarn = self._plain_rope.known(positions), self._yarn_rope.known(positions)
+        return Ropes(plain, yarn, self._yarn_rope)
 
     def forward(self, batch: StepBatch, observer: Observer | None = None) -> PendingStep:
         """Compute one step.
@@ -157,15 +190,34 @@ class Model:
         Writes block records and token history, both by position; window rings and waiting tokens
         change only in `PendingStep.commit`.
         """
-        step = decoder = self.begin(batch, observer)
+        nudged = faults.active is not None and faults.active.ulp()
+        if self.recorded is not None and observer is None and not nudged:
+            pending = self.recorded.run(batch)
+            if pending is not None:
+                return pending
+        step = self.begin(batch, observer)
+        final, logits, decoder = self.compute(step, nudged)
+        picks = step.expert_picks | decoder.expert_picks
+        return PendingStep(logits, picks, final, self, step, decoder)
+
+    def compute(self, step: Step, nudged: bool = False) -> tuple[Tensor, Tensor, Step]:
+        """All layers of a step that has begun.
+
+        Args:
+            nudged: whether its numbers shall be a little wrong.
+
+        Returns:
+            The collapsed stream [P, D] before the last norm, logits [L, vocab], and the step of the
+            decoder half, which is another one where prompts are truncated.
+        """
+        decoder = step
         h, pre = self.embed(step.rows.token_ids)
-        if faults.active is not None and faults.active.ulp():
-            h = nudge(h)
-        stream = Stream(h, pre, [])
+        stream = Stream(nudge(h) if nudged else h, pre, [])
         start, depth = self.config.decoder_start, self.config.num_hidden_layers
         self._run(step, stream, range(start if step.tail else depth))
         if step.tail is not None:
-            decoder = self._step(step.tail.batch, None, observer)
+            batch = step.tail.batch
+            decoder = self._step(batch, self.inputs(batch), None, step.observer)
             decoder.entries_stored = True
             self._cross(step, step.tail.rows.to(self._device), stream)
             self._run(decoder, stream, range(start, depth))
@@ -176,19 +228,17 @@ class Model:
             decoder.window_records |= self.drafter.context_records(
                 torch.cat(stream.taps, dim=-1), decoder.ropes.plain
             )
-        picks = step.expert_picks | decoder.expert_picks
-        return PendingStep(logits, picks, final, self, step, decoder)
+        return final, logits, decoder
 
     def _run(self, step: Step, stream: Stream, layers: range) -> None:
         if step.num_rows == 0:
             for layer in layers:
                 visit(self.experts, self.config, layer)
             return
-        units = self.engram.units(step)
         for layer in layers:
             weights = self.layers[layer]
             if weights.engram is not None:
-                stream.h = self.engram.apply(step, weights.engram, layer, units, stream.h)
+                stream.h = self.engram.apply(step, weights.engram, layer, stream.h)
             if layer in self.config.dspark_target_layer_ids:
                 stream.taps.append(mean_copies(stream.h))
                 step.note("tap", layer, stream.taps[-1])
@@ -201,7 +251,7 @@ class Model:
         layer = self.config.decoder_start
         weights, h = self.layers[layer], stream.h
         if weights.engram is not None:
-            h = self.engram.apply(step, weights.engram, layer, self.engram.units(step), h)
+            h = self.engram.apply(step, weights.engram, layer, h)
         x = attention_input(self.config, weights, h, stream.pre)
         store_entries(step, weights.attention, layer, x)
         stream.h, stream.pre = pad_rows(stream.h[rows]), pad_rows(stream.pre[rows])

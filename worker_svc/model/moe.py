@@ -35,7 +35,8 @@ class Experts(Protocol):
         Args:
             layer: backbone layer, or num_hidden_layers + draft stage.
             x: bf16 [R, D], what the experts multiply: already through Q8.
-            topk_idx: int64 [R, k], logical experts.
+            topk_idx: int64 [R, k], logical experts; of a captured step -1 for no expert, whose result is
+                multiplied by nothing.
             topk_weights: float32 [R, k].
             copy_keys: int64 [R], chooses among copies of an expert.
 
@@ -189,6 +190,8 @@ def moe(
     context.note("router_experts", layer, topk_idx)
     context.note("router_weights", layer, topk_weights)
     num_rows = context.num_rows  # rows that fill the last tile visit no expert
+    if context.filling is not None:
+        topk_idx = topk_idx.masked_fill(context.filling.unsqueeze(1), -1)
     context.expert_picks[layer] = topk_idx[:num_rows]
     x = q8_roundtrip(x)
     handle = experts.dispatch(
@@ -199,6 +202,8 @@ def moe(
         context.copy_keys[:num_rows],
     )
     total = _shared_expert(weights, config, x)  # while rows travel
+    if num_rows == len(total):
+        return add_picks(total, experts.combine(handle))
     total[:num_rows] = add_picks(total[:num_rows], experts.combine(handle))
     return total
 

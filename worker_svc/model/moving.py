@@ -1,8 +1,8 @@
 """Structs of tensors, moved between the host and a GPU in one copy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,8 +21,32 @@ def moved(value: T, device: torch.device) -> T:
         raise TypeError(f"{type(value).__name__} is no dataclass")
     tensors = {id(tensor): tensor for tensor in _tensors(value)}
     there = dict(zip(tensors, _copied(list(tensors.values()), device), strict=True))
-    result: T = _replaced(value, there)
+    result: T = _replaced(value, lambda tensor: there[id(tensor)])
     return result
+
+
+class Refilled(Generic[T]):
+    """A dataclass whose tensors lie at fixed addresses on a device, filled anew from others of its kind.
+
+    Attributes:
+        value: with its tensors on the device, not one of them twice.
+    """
+
+    def __init__(self, value: T, device: torch.device) -> None:
+        """Of the kind and shape of `value`, whose tensors lie on the CPU."""
+        tensors = list(_tensors(value))
+        starts, end = _laid_out(tensors)
+        self._here = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._places = _views(self._here, tensors, starts)
+        there = iter(_views(self._there, tensors, starts))
+        self.value: T = _replaced(value, lambda _: next(there))
+
+    def fill(self, value: T) -> None:
+        """Bring over what `value` holds, in one copy; the one before must be done."""
+        for tensor, place in zip(_tensors(value), self._places, strict=True):
+            place.copy_(tensor)
+        self._there.copy_(self._here, non_blocking=True)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -36,9 +60,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(getattr(value, field.name))
 
 
-def _replaced(value: Any, there: dict[int, Tensor]) -> Any:
+def _replaced(value: Any, there: Callable[[Tensor], Tensor]) -> Any:
+    """With other tensors, asked for in the order of `_tensors`."""
     if isinstance(value, Tensor):
-        return there[id(value)]
+        return there(value)
     if isinstance(value, dict):
         return {key: _replaced(part, there) for key, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
@@ -53,10 +78,7 @@ def _copied(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on `device`, views of one block."""
     if not tensors:
         return []
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    starts, end = _laid_out(tensors)
     here = tensors[0].device
     to_gpu = device.type == "cuda" and here.type == "cpu"
     block = torch.empty(end, dtype=torch.uint8, device=here, pin_memory=to_gpu)
@@ -64,6 +86,15 @@ def _copied(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         place.copy_(tensor)
     # From pinned memory, which is not used again before the copy is done. Back on the host it is waited for.
     return _views(block.to(device, non_blocking=to_gpu), tensors, starts)
+
+
+def _laid_out(tensors: list[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts in the block, in bytes, and where it ends."""
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
 
 
 def _views(block: Tensor, tensors: list[Tensor], starts: list[int]) -> list[Tensor]:

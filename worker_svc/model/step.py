@@ -25,6 +25,7 @@ from phalanx.worker_svc.model.batch import (
 )
 from phalanx.worker_svc.model.caches import CPU, CachePools
 from phalanx.worker_svc.model.config import ModelConfig
+from phalanx.worker_svc.model.host_tables import PickedRows
 from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.truncation import Tail
 
@@ -38,6 +39,26 @@ class Ropes:
     plain: RopeTable
     yarn: RopeTable
     yarn_all: GrowingRope
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step's computation reads of it.
+
+    Attributes:
+        units: int64 [P, n], what Engram hashes: each row's token and those before it, nearest first.
+    """
+
+    rows: StepRows
+    units: Tensor
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Rows of an Engram table that the host picked, and which of them each row of the step needs."""
+
+    rows: PickedRows
+    ids: Tensor  # int64 [P, columns]
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class _Keep:
+class Keep:
     """Which rows a commit writes: bool [P] each."""
 
     windows: Tensor
@@ -69,12 +90,14 @@ class LayerContext:
 
     Attributes:
         copy_keys: int64 [P], choose among the copies of an expert.
-        expert_picks: int64 [R, k] by layer.
+        filling: where only the GPU knows which rows are real (then R is P): bool [P], True for the others.
+        expert_picks: int64 [R, k] by layer; -1 for rows that are not real.
     """
 
     config: ModelConfig
     num_rows: int
     copy_keys: Tensor
+    filling: Tensor | None = None
     observer: Observer | None = None
     expert_picks: dict[int, Tensor] = field(default_factory=dict)
 
@@ -91,6 +114,8 @@ class Step(LayerContext):
     Attributes:
         batch: what was asked for.
         host: the same geometry on the CPU; `rows` lies where the rows are computed.
+        units: `Inputs.units` on the CPU, and where the rows are computed.
+        engram_rows: by layer, of tables from which the host picked already.
         window_records: uint8 [P, record] by ring.
         pending: float32 [P, 2, d] (kv, score) by owner of ratio 2.
         index_keys: float32 [pages, entries, index dim] by KV owner.
@@ -100,6 +125,7 @@ class Step(LayerContext):
         candidate_blocks: on a GPU, int64 [P, blocks] of each row's sequence, likewise; None where
             they would be all blocks.
         tail: what the decoder half computes, if not this whole step.
+        writer: does what `write` does from a `Keep` on the CPU, if there is a quicker way.
         entries_stored: whether this is such a tail, whose owner's entries were stored for all rows.
     """
 
@@ -108,6 +134,8 @@ class Step(LayerContext):
     host: StepRows
     pools: CachePools
     ropes: Ropes
+    units: tuple[Tensor, Tensor]
+    engram_rows: dict[int, Picked] = field(default_factory=dict)
     window_records: dict[int, Tensor] = field(default_factory=dict)
     pending: dict[int, Tensor] = field(default_factory=dict)
     index_keys: dict[int, Tensor] = field(default_factory=dict)
@@ -117,6 +145,7 @@ class Step(LayerContext):
     candidate_blocks: Tensor | None = None
     tail: Tail | None = None
     entries_stored: bool = False
+    writer: Callable[[Keep], None] | None = None
     _pages: dict[int, Pages] = field(default_factory=dict)
 
     @cached_property
@@ -135,6 +164,17 @@ class Step(LayerContext):
         """The layer's rotary table at the rows."""
         return self.ropes.yarn if self.config.uses_yarn(layer) else self.ropes.plain
 
+    def keep(self, num_accepted: Tensor) -> Keep:
+        """Which rows a commit writes, on the CPU; see `commit`."""
+        host, ring_size = self.host, self.pools.layout.ring_size
+        accepted = num_accepted[host.seqs]
+        real = torch.arange(host.num_padded) < host.num_rows
+        return Keep(
+            windows=real & (host.within < accepted) & (host.within >= accepted - ring_size),
+            # Only a token at an even position waits, and only the last one.
+            pairs=real & (host.within == accepted - 1) & (host.positions % 2 == 0),
+        )
+
     def commit(self, num_accepted: Tensor) -> None:
         """Write the accepted rows' window records and waiting tokens into the slots.
 
@@ -142,18 +182,16 @@ class Step(LayerContext):
             num_accepted: int64 [S], how many rows of each sequence count, from its first; 0 leaves
                 the sequence as it was.
         """
-        host, rows, pools = self.host, self.rows, self.pools
-        ring_size = pools.layout.ring_size
-        accepted = num_accepted[host.seqs]
-        real = torch.arange(host.num_padded) < host.num_rows
-        keep = _Keep(
-            windows=real & (host.within < accepted) & (host.within >= accepted - ring_size),
-            # Only a token at an even position waits, and only the last one.
-            pairs=real & (host.within == accepted - 1) & (host.positions % 2 == 0),
-        )
-        if pools.slots.device != CPU:
-            keep = moved(keep, pools.slots.device)
-        places = rows.positions % ring_size
+        keep, device = self.keep(num_accepted), self.pools.slots.device
+        if self.writer is not None:
+            self.writer(keep)
+        else:
+            self.write(keep if device == CPU else moved(keep, device))
+
+    def write(self, keep: Keep) -> None:
+        """The commit of these rows, where they were computed."""
+        rows, pools = self.rows, self.pools
+        places = rows.positions % pools.layout.ring_size
         for first, records in _runs(self.window_records):
             rings = pools.rings[:, first : first + len(records)]
             store_window(records, rings, rows.slots, places, keep.windows)
