@@ -41,5 +41,5 @@ def waiting_for(processes: Sequence[ProcessStatus]) -> list[str]:
 
 
 def share(fraction: float) -> str:
-    """ ", 45%"; nothing where it is not known."""
+    """For people, after what is being done: `, 45%`; nothing where it is not known."""
     return f", {fraction:.0%}" if fraction >= 0 else ""
