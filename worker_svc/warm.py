@@ -29,9 +29,10 @@ _ROWS = (
     *((4, 6), (12, 5), (40, 6)),
     *((1, length) for length in (17, 60, 120, 250, 500, 1000, 2000, 4096)),
 )
-# Tokens before the first row: kernels over a context know short, long and very long ones, and rows that have a
-# sequence each, or share one with few or many.
-_CONTEXTS = (3_000, 40_000, 150_000)
+# Tokens before the first row: kernels over a context know short and very long ones, and between them those whose
+# entries many rows score all, not each its candidates; and rows that have a sequence each, or share one with few or
+# many.
+_CONTEXTS = (3_000, 20_000, 40_000, 150_000)
 _ROWS_OF_CONTEXTS = ((8, 1), (4, 6), (1, 60))
 # Draws of every kind, for few rows and for many: greedy, with and without a nucleus, and from logits that were
 # edited before.

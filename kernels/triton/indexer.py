@@ -71,6 +71,8 @@ _DEFAULTS: Final = {
     "_many": _settings(8, 2, 4, 64, 128, 396, 4, 5, 168),
 }
 _MANY_ROWS: Final = 8  # of a sequence: a part of a prompt, more than a row and its drafts
+# Entries up to which so many rows score all quicker than each its own candidates.
+_ALL_UNTIL: Final = 36864
 
 
 # What varies with the batch and with the length of its contexts shall not make another variant of a
@@ -261,6 +263,35 @@ def _candidate_kernel(
         _store(out + row * num_columns + column, hidden, column < num_columns)
 
 
+@triton.jit(do_not_specialize=_BATCH_SIZES, do_not_specialize_on_alignment=["blocks"])
+def _pick_kernel(
+    scores,
+    blocks,
+    out,
+    num_entries,
+    num_blocks,
+    score_stride,
+    list_stride,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """The scores of a row's list of blocks of SIZE, side by side, from those of all entries."""
+    row = tl.program_id(0).to(tl.int64)
+    score_stride = score_stride // VECTOR * VECTOR
+    num_entries = num_entries // VECTOR * VECTOR
+    place = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    inner = tl.arange(0, WIDTH)[None, :]
+    block = tl.load(blocks + row * list_stride + place, mask=place < num_blocks, other=-1)
+    entry = block[:, None].to(tl.int32) * SIZE + inner
+    seen = (block >= 0)[:, None] & (inner < SIZE) & (entry < num_entries)
+    score = tl.load(scores + row * score_stride + entry, mask=seen, other=float("-inf"))
+    column = place[:, None] * SIZE + inner
+    out += row * (num_blocks * SIZE)
+    tl.store(out + column, score, mask=(place < num_blocks)[:, None] & (inner < SIZE))
+
+
 @triton.jit
 def _within(row, start, stop):
     return (row >= start) & (row < stop)
@@ -386,10 +417,13 @@ def candidate_scores(
 ) -> Tensor:
     """`paged_scores` of the entries of each row's candidate blocks alone, side by side.
 
+    Where many rows share a sequence, and none is long by `block_table`'s width, all scores are computed
+    and those of candidates picked, which is quicker there: one key serves many rows.
+
     Args: as for `paged_scores`, and
         blocks: int64 [R, B], of `block_size` entries each, rising, -1 at the end for none; as from
             `candidate_blocks`.
-        settings: as in CANDIDATES_LISTED. They change no bit.
+        settings: as in CANDIDATES_LISTED, for candidates alone. They change no bit.
 
     Returns:
         bf16 values [R, B * block_size] of type `out_dtype`, bit for bit as from `paged_scores`; -inf
@@ -406,6 +440,20 @@ def candidate_scores(
     if out.numel() == 0:
         return out
     use = settings or config("candidate_scores", f"{num_heads}x{dim}", _DEFAULT_LISTED)
+    num_seqs, num_entries = block_table.shape[0], block_table.shape[1] * entries
+    if num_rows >= _MANY_ROWS * num_seqs and num_entries <= _ALL_UNTIL:
+        scores = paged_scores(
+            queries,
+            head_weights,
+            index_keys,
+            block_table,
+            seqs,
+            visible,
+            num_entries,
+            out_dtype=out_dtype,
+        )
+        _pick(scores, blocks, block_size, out)
+        return out
     num_tiles = triton.cdiv(num_columns, use["tile"])
     tiles = _tiles(num_rows, num_tiles, use["tile"], use)
     _candidate_kernel[(num_rows, triton.cdiv(num_tiles, tiles))](
@@ -435,6 +483,26 @@ def candidate_scores(
         maxnreg=use["registers"] or None,
     )
     return out
+
+
+def _pick(scores: Tensor, blocks: Tensor, block_size: int, out: Tensor) -> None:
+    """Scores of all entries [R, E] -> of those of the listed blocks [R, B * block_size]."""
+    num_rows, num_blocks = blocks.shape
+    width = triton.next_power_of_2(block_size)
+    tile = max(1, 2048 // width)
+    _pick_kernel[(num_rows, triton.cdiv(num_blocks, tile))](
+        scores,
+        blocks,
+        out,
+        scores.shape[1],
+        num_blocks,
+        scores.stride(0),
+        blocks.stride(0),
+        SIZE=block_size,
+        WIDTH=width,
+        BLOCKS=tile,
+        VECTOR=vector(scores),
+    )
 
 
 def _tiles(num_groups: int, num_tiles: int, tile: int, use: Config) -> int:

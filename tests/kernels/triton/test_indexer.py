@@ -12,6 +12,7 @@ from phalanx.kernels.reference.quant import (
     encode_index_key,
     qf4_idx_roundtrip,
 )
+from phalanx.kernels.triton import indexer
 from phalanx.kernels.triton.configs import Config
 from phalanx.kernels.triton.indexer import (
     CANDIDATES,
@@ -241,6 +242,30 @@ def test_scores_of_candidates(device: torch.device, size: int, count: int) -> No
     assert none.shape == (4, 0)
 
 
+def test_candidates_by_way_of_all_scores(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows of a sequence score all entries where these are few: to the same bits."""
+    case = make_case(4, 64, 64, [9], 2, seed=7)
+    case.visible[4] = 7
+    wanted = torch.rand((9, 26), generator=torch.Generator().manual_seed(8)) < 0.6
+    wanted &= torch.arange(26) * 5 <= case.visible[:, None]
+    blocks = reference.select_top(torch.where(wanted, 0.0, HIDDEN), 15).to(device)
+    arguments = case.arguments(device, torch.float32)
+    calls: list[int] = []
+    pick = indexer._pick
+    monkeypatch.setattr(indexer, "_pick", lambda *args: (calls.append(1), pick(*args)))
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(indexer, "_ALL_UNTIL", 127)
+        alone = candidate_scores(*arguments, blocks, 5, out_dtype=dtype, settings=ONE_ROW)
+        assert not calls
+        monkeypatch.setattr(indexer, "_ALL_UNTIL", 128)
+        among = candidate_scores(*arguments, blocks, 5, out_dtype=dtype, settings=ONE_ROW)
+        assert calls.pop()
+        assert torch.equal(among, alone) and among.dtype == dtype
+        assert (alone == HIDDEN).any() and (alone > HIDDEN).any()
+
+
 def test_unsupported_keys_are_refused(device: torch.device) -> None:
     case = make_case(4, 64, 64, [1], 1)
     with pytest.raises(ValueError, match="multiple of 64"):
@@ -380,9 +405,18 @@ def test_scores_at_the_model_dimensions(block: int, columns: int) -> None:
     for settings in CANDIDATES[::5] + CANDIDATES_MANY[::4]:
         other = paged_scores(*arguments, num_entries, settings=settings | {"tiles": 5})
         assert torch.equal(other, got), settings
+        # And where columns end within a tile.
+        other = paged_scores(*arguments, num_entries - 37, settings=settings | {"tiles": 5})
+        assert torch.equal(other, got[:, : num_entries - 37]), settings
     for row in (0, 3, 17):
         part = [x[row : row + 1] if x.shape[0] == 40 else x for x in arguments]
         assert torch.equal(paged_scores(*part, num_entries)[0], got[row])
+    # A broken row, in the middle of one sequence, stays alone.
+    arguments[0][20], arguments[1][21] = float("nan"), float("inf")
+    for settings in (CANDIDATES[0], CANDIDATES_MANY[0]):
+        other = paged_scores(*arguments, num_entries, settings=settings)
+        assert torch.equal(other[:20], got[:20]) and torch.equal(other[22:], got[22:]), settings
+        assert other[20, : int(arguments[5][20])].isnan().all()
 
 
 @pytest.mark.gpu
@@ -405,8 +439,12 @@ def test_choice_at_the_model_dimensions() -> None:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize(("block", "columns"), [(128, 140), (64, 70)])
-def test_candidates_at_the_model_dimensions(block: int, columns: int) -> None:
+@pytest.mark.parametrize("all_until", [0, 1 << 20])
+def test_candidates_at_the_model_dimensions(
+    block: int, columns: int, all_until: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scores of candidates alone, and the choice among them, against hiding all others."""
+    monkeypatch.setattr(indexer, "_ALL_UNTIL", all_until)
     torch.manual_seed(1)
     arguments, num_entries = model_case([1, 6, 30, 2, 1], columns, block)
     arguments[5][0] = num_entries
