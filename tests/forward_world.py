@@ -72,6 +72,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dspark_target_layer_ids": [3, 4, 5],
     },
 }
+if DEVICE.type == "cuda":  # the kernels are made for models of one kind: `worker_svc/gpu_shapes.py`
+    SHAPES = {"tiny-a": SHAPES["tiny-a"]}
 
 
 @cache

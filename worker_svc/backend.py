@@ -26,6 +26,7 @@ from phalanx.worker_svc.exchange import Exchange, Region, Shape
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.gpu_room import computed
+from phalanx.worker_svc.gpu_shapes import unsuited
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.host_weights import HostWeights
 from phalanx.worker_svc.marks import Marks, event_mark
@@ -158,6 +159,9 @@ class ModelBackend:
         service, config = self._service, self._service.config
         model = ModelConfig.load(config.model_path)
         self._truncation.check(model)
+        kernels = device.type == "cuda" and config.worker.kernels != "reference"
+        if kernels and (why := unsuited(model)):
+            raise ConfigError(why)
         topology = service.board.topology()
         slots = slots_per_rank(model.n_routed_experts, config.ranks)
         if topology is not None and topology.placement:

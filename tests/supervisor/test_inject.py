@@ -220,7 +220,7 @@ def test_clear_sends_a_stopped_process_on(living: TestNode) -> None:
 
     living.wait_healthy()
     living.ask(Inject(11, "stop", "eplb"))
-    assert state() == "T"
+    until(lambda: state() == "T")
     living.ask(Inject(12, "clear", "eplb"))
     until(lambda: state() != "T")
     living.wait_healthy()

@@ -138,7 +138,7 @@ def never_looks_for_hangs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SupervisorCore, "_find_hung", lambda self, now_ns: [])
 
 
-@planted(seeds=40)
+@planted(seeds=150)
 def waits_for_ever_for_an_answer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Group, "overdue", lambda self, now_ns: [])
 

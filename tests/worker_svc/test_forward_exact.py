@@ -203,6 +203,9 @@ def patch_everywhere(
             monkeypatch.setattr(module, name, replacement)
 
 
+PLANTED_IN_A_REFERENCE = pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs kernels")
+
+
 def fails(shape: str) -> bool:
     try:
         for seed in range(3):
@@ -212,6 +215,7 @@ def fails(shape: str) -> bool:
     return False
 
 
+@PLANTED_IN_A_REFERENCE
 def test_without_padding_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpadded(x: Tensor, weight: Tensor, *, rounded: bool = False) -> Tensor:
         return round_bf16(x @ weight.t()) if rounded else x @ weight.t()
@@ -220,6 +224,7 @@ def test_without_padding_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fails("wide")
 
 
+@PLANTED_IN_A_REFERENCE
 def test_without_a_rule_for_ties_the_bits_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer, "_ordered_keys", lambda scores: scores)
     assert fails("short")

@@ -1,6 +1,7 @@
 """Tables that stay in the host's memory: read there by the GPU's kernels, or picked from by the host."""
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Final
 
@@ -27,8 +28,15 @@ def readable_by_gpu(*tables: Tensor) -> bool:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for table in tables:
         if int(runtime.cudaHostRegister(table.data_ptr(), table.nbytes, _MAPPED_READ_ONLY)):
-            return False  # not supported for this mapping
+            _forget_error()
+            return False  # not supported for this mapping, or something at this address was pinned before
     return True
+
+
+def _forget_error() -> None:
+    """CUDA keeps it for whoever asks next: the first launch would be blamed."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 @cache
