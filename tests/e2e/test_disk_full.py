@@ -17,7 +17,7 @@ from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Client, Spec
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]  # minutes on a busy machine
 
 _SPECS = [
     Spec("The sea " * 40, Sampling(seed=seed, max_tokens=60, ignore_eos=True)) for seed in range(4)

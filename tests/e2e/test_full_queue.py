@@ -17,7 +17,7 @@ from phalanx.protocol.messages import Sampling
 from phalanx.protocol.queues import read_queues
 from phalanx.services.client import Client, Spec
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]  # minutes on a busy machine
 
 REQUESTS = 18
 CAPACITY = 4  # sequences that the gateway gives a rank

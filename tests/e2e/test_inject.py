@@ -30,7 +30,9 @@ def test_a_lost_gpu_changes_no_token(phalanx_node: Node) -> None:
 
 def test_listing_hurts_nothing_and_nonsense_is_refused(phalanx_node: Node) -> None:
     pids = phalanx_node.pids()
-    assert phalanx_node("inject", "list", "worker") == [{"injected": ["worker-0", "worker-1"]}]
+    assert phalanx_node("inject", "list", "worker") == [
+        {"injected": ["worker-0", "worker-1"], "armed": []}
+    ]
     phalanx_node("inject", "kill", "nobody", code=2)
     phalanx_node("inject", "melt", "worker", code=2)
     assert phalanx_node.pids() == pids

@@ -343,7 +343,7 @@ def test_restarts_back_off_and_end_in_giving_up() -> None:
     assert story.core.failed.startswith("tokenizer-0 died 9 times within a minute")
 
 
-NO_SPACE = "no room in shared memory: /dev/shm has 3 MiB free, arena x needs 9 MiB"
+NO_SPACE = "no room: /dev/shm has 3 MiB free, arena x needs 9 MiB"
 
 
 @pytest.mark.parametrize("name", ["worker-1", "scheduler-1"])
