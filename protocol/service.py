@@ -181,11 +181,11 @@ def run(serve: Callable[[Service], None]) -> None:
         os.set_inheritable(death_fd, False)
         os.set_inheritable(life_fd, False)
         die_with_parent(life_fd)
-        set_process_name(name)
-        if standby and not os.read(
-            0, 1
-        ):  # everything is imported: that is what a start takes long for
-            os._exit(ExitCode.OK)  # not needed any more
+        set_process_name(f"{name}-next" if standby else name)
+        if standby:  # everything is imported: that is what a start takes long for
+            if not os.read(0, 1):
+                os._exit(ExitCode.OK)  # not needed any more
+            set_process_name(name)
         config = load_config(run_dir)
         log = setup_logging(run_dir, name, incarnation, config.log_level)
         board = Board.attach(config.node)

@@ -100,6 +100,7 @@ class ClientCore:
         self._incarnation = 0
         self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
         self._pinged_ns = -PING_NS
+        self._pause_ns = PING_SILENT_NS  # doubled with every question that brings no news
         self._scan_at_ns = 0
         self.outgoing: deque[bytes] = deque()
 
@@ -175,6 +176,8 @@ class ClientCore:
             return  # of a newer gateway: what we do know goes on
         back = self._heard_ns is not None and now_ns - self._heard_ns > SILENT_NS
         self._heard_ns = now_ns
+        if not isinstance(message, HealthReply):
+            self._pause_ns = PING_SILENT_NS
         if back:  # perhaps another gateway, and if the whole node is new, none that says so
             self._repeat_all(now_ns)
         match message:
@@ -222,8 +225,9 @@ class ClientCore:
         if not self._open:
             return
         heard_ns = now_ns if self._heard_ns is None else self._heard_ns
-        silent = now_ns - max(heard_ns, self._pinged_ns) >= PING_SILENT_NS
+        silent = now_ns - max(heard_ns, self._pinged_ns) >= self._pause_ns
         if silent or now_ns - self._pinged_ns >= PING_NS:
+            self._pause_ns = min(2 * self._pause_ns, PING_NS) if silent else self._pause_ns
             self._pinged_ns = now_ns
             self._last_call += 1
             self._send(Health(self._last_call, self._quiet(now_ns)))

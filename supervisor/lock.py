@@ -1,5 +1,6 @@
 """One node in a run directory: who holds it, and what a killed one left behind."""
 
+import contextlib
 import fcntl
 import os
 import time
@@ -14,7 +15,7 @@ from phalanx.protocol.rundir import LOCK_FILE, PID_FILE
 CHILDREN_LOCK_FILE = "children.lock"
 FAILED_FILE = "failed.json"
 _POLL_S = 0.02
-_LOOK_S = 0.1  # `running` takes the lock for an instant to see whether it is free
+_LOOK_S = 0.1  # `is_running` takes the lock for an instant to see whether it is free
 
 
 class NodeBusy(PhalanxError):
@@ -63,10 +64,13 @@ class NodeLock:
         """Make the lock's file anew when somebody deleted it: without it nobody sees that a node runs.
         Returns whether that was so. Raises OSError when it cannot be made."""
         path = self.run_dir / LOCK_FILE
-        if path.exists():
-            return False
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(self._fd)):
+                return False
         fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if not _try_lock(fd):  # somebody else was quicker, and starts a node here
+        if not _try_lock(
+            fd
+        ):  # somebody looks at it just now, or was quicker and starts a node here
             os.close(fd)
             return False
         os.close(self._fd)

@@ -16,7 +16,7 @@ import msgspec
 from phalanx.protocol import arena, faults, link, rundir
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
-from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.config import CONFIG_FILE, NodeConfig
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultTable
@@ -237,6 +237,9 @@ class Node:
         try:
             if self._lock.restore():
                 self._log.warning("the node's lock was deleted", error="made anew")
+            if not (self._config.run_path / CONFIG_FILE).exists():  # who starts later reads it
+                self._config.save()
+                self._log.warning("the node's configuration was deleted", error="written anew")
         except OSError:
             pass  # the directory is gone: that is told below
         missing = self._files.missing(self._core.ready_names())

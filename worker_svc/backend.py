@@ -123,14 +123,14 @@ class ModelBackend:
 
     def _record_steps(self) -> None:
         service, engine, experts = self._service, self._engine, self._experts
-        slots, started = self._weights.slots(0), time.monotonic()
-        num_slots = len(slots)  # with more of them, experts lie elsewhere
+        weights, started = self._weights, time.monotonic()
+        num_slots = len(weights.slots(0))  # with more of them, experts lie elsewhere
         recorded = RecordedSteps(
             engine.model,
             experts.own,
             cuda_graphs(),
             engine.rooms(),
-            suits=lambda: experts.alone and len(slots) == num_slots,
+            suits=lambda: experts.alone and len(weights.slots(0)) == num_slots,
             launched=self._marks.layer,
             progress=lambda done: service.progress("record steps", done),
         )

@@ -77,7 +77,9 @@ class Tokenizer:
     calls: dict[int, Given] = field(default_factory=dict)
     encoding: int = 0  # characters in flight
     decoding: int = 0  # tokens in flight
-    late: bool = False  # it did not answer in time, and has not answered since
+    late_until_ns: int = (
+        0  # it did not answer in time: until then, or its next answer, others come first
+    )
 
     @property
     def busy(self) -> float:
@@ -153,7 +155,7 @@ class Texts:
 
     def dispatch(self, now_ns: int) -> None:
         self._dispatch_encodes(now_ns)
-        while self._dirty and (tokenizer := self._least_busy(self._pool.values())) is not None:
+        while self._dirty and (tokenizer := self._least_busy(self._pool.values(), now_ns)):
             self._send_batch(tokenizer, now_ns)
 
     def tick(self, now_ns: int) -> None:
@@ -162,7 +164,8 @@ class Texts:
             late = [call for call, given in tokenizer.calls.items() if given.due_ns <= now_ns]
             if any(isinstance(tokenizer.calls[call].job, DecodeJob) for call in late):
                 self._patience_ns = min(2 * self._patience_ns, RETRY_NS)
-            tokenizer.late |= bool(late)
+            if late:
+                tokenizer.late_until_ns = now_ns + RETRY_NS
             for call in late:
                 self._again(tokenizer, call, ENCODE_BLAME_LATE, 0)
 
@@ -170,7 +173,7 @@ class Texts:
         held: list[EncodeJob] = []
         while self._encodes:
             job = self._encodes.popleft()
-            tokenizer = self._least_busy(self._for_encode(job))
+            tokenizer = self._least_busy(self._for_encode(job), now_ns)
             if tokenizer is None:
                 held.append(job)
                 if job.chars < LONG_CHARS:
@@ -206,9 +209,9 @@ class Texts:
             call = self._call(tokenizer, given)
             self._send(tokenizer.peer, Decode(call, tuple(items)))
 
-    def _least_busy(self, pool: Iterable[Tokenizer]) -> Tokenizer | None:
+    def _least_busy(self, pool: Iterable[Tokenizer], now_ns: int) -> Tokenizer | None:
         free = [tokenizer for tokenizer in pool if len(tokenizer.calls) < CALLS_MAX]
-        return min(free, key=lambda one: (one.late, one.busy), default=None)
+        return min(free, key=lambda one: (one.late_until_ns > now_ns, one.busy), default=None)
 
     def _call(self, tokenizer: Tokenizer, given: Given) -> int:
         self._last_call += 1
@@ -218,7 +221,7 @@ class Texts:
     def _done(self, peer: bytes, call: int, kind: type) -> EncodeJob | DecodeJob | None:
         for tokenizer in self._pool.values():
             if tokenizer.peer == peer:
-                tokenizer.late = False
+                tokenizer.late_until_ns = 0
                 given = tokenizer.calls.get(call)
                 if given is not None and isinstance(given.job, kind):
                     if kind is DecodeJob:

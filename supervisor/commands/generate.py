@@ -97,8 +97,8 @@ def open_client(run_dir: Path) -> Client:
         raise NoNode(run_dir)
     if not (run_dir / CLIENT_SOCKET).exists():
         raise PhalanxError(
-            f"the node in {run_dir} has no {CLIENT_SOCKET}: it is starting (phalanx status), or the"
-            " socket was deleted (phalanx down, then up)"
+            f"the node in {run_dir} has no {CLIENT_SOCKET}: it is starting (phalanx status), or its"
+            " gateway is just replaced, or the socket was deleted and is bound anew: try again"
         )
     return Client(run_dir)
 

@@ -87,6 +87,20 @@ def test_a_question_that_nobody_answers_names_the_socket_that_is_gone(
     quick.wait_healthy()
 
 
+def test_a_cleaner_that_takes_everything_costs_no_later_start(quick: Node) -> None:
+    """Who starts later reads the configuration; and a lock file that somebody made is not the node's."""
+    lock, config = quick.run_dir / LOCK_FILE, quick.run_dir / "config.json"
+    text = config.read_text()
+    config.unlink()
+    lock.unlink()
+    lock.touch()
+    wait_for(config.exists, 20, "written anew")
+    assert config.read_text() == text
+    wait_for(lambda: is_running(quick.run_dir), 20, "locked anew")
+    quick("restart", "eplb")
+    quick.wait_healthy()
+
+
 def test_a_journal_that_was_deleted_is_told(quick: Node) -> None:
     journal = quick.run_dir / "journal.sqlite"
     journal.unlink()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Greedy:
                             os.posix_fallocate(file.fileno(), at, size)
                             at += size
                 self._full.set()
-                self._full.wait(0.005)
+                time.sleep(0.005)
 
 
 @pytest.fixture

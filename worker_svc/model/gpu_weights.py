@@ -25,6 +25,8 @@ class GpuWeights(Weights):
         self.device = device
         self._pools: list[ExpertPool] = []
         self._readable: dict[int, bool] = {}  # Engram tables that kernels read in the host's memory
+        # Those, where they were pinned: another copy that is mapped later (`adopt`) is not.
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         """A plain tensor (bf16 or float32), or a quantized linear as float32 [out, in], on the GPU."""
@@ -44,13 +46,15 @@ class GpuWeights(Weights):
 
     def engram_place(self, layer: int) -> torch.device:
         if layer not in self._readable:
-            table = self.packed(f"layers.{layer}.engram.embed")
+            table = self._table(layer)
             self._readable[layer] = self.device.type == "cuda" and readable_by_gpu(*table)
+            if self._readable[layer]:
+                self._tables[layer] = table
         return self.device if self._readable[layer] else CPU
 
     def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
         """Rows of a table, int64 [...] in their place -> bf16 [..., engram_head_dim] on the GPU."""
-        codes, scales = self.packed(f"layers.{layer}.engram.embed")
+        codes, scales = self._table(layer)
         if ids.is_cuda:
             return gather(codes, scales, ids)
         picked = self.picked_rows(layer, ids.numel(), pinned=False)
@@ -60,7 +64,12 @@ class GpuWeights(Weights):
 
     def picked_rows(self, layer: int, count: int, *, pinned: bool) -> PickedRows:
         """A place for `count` rows of a table that the host has to pick."""
-        return PickedRows(*self.packed(f"layers.{layer}.engram.embed"), count, pinned=pinned)
+        return PickedRows(*self._table(layer), count, pinned=pinned)
+
+    def _table(self, layer: int) -> tuple[Tensor, Tensor]:
+        if layer in self._tables:
+            return self._tables[layer]
+        return self.packed(f"layers.{layer}.engram.embed")
 
     def pool(self, layer: int) -> ExpertPool:
         """The slots of a layer's experts."""

@@ -236,8 +236,9 @@ class RecordedSteps:
                 try:
                     results = results or _Results.of(model, room.rows)
                     self._records.insert(0, _RoomRecord(model, room, results, record))
-                except RuntimeError as error:  # torch's and CUDA's
-                    self.failure = f"{room}: {error}".partition("\n")[0]
+                except Exception as error:  # noqa: BLE001 - of torch, CUDA, Triton: no common class
+                    told = (str(error) or type(error).__name__).partition("\n")[0]
+                    self.failure = self.failure or f"{room}: {told}"
         finally:
             model.experts = others
 
