@@ -115,7 +115,7 @@ class Gateway:
         self._core.turn(now_ns)
         for peer, message in self._core.take_bus():
             if isinstance(message, Submit):
-                moved = bool(message.outputs)
+                moved = message.resumed
                 self._service.log.debug(
                     "moved" if moved else "placed",
                     request_id=message.request_id,
@@ -126,7 +126,7 @@ class Gateway:
                 failpoint("gateway.resume.before_send" if moved else "gateway.submit.before_send")
             if not send_to(self.bus, peer, encode(message)):
                 self._core.on_unroutable(peer, message, now_ns)
-            if isinstance(message, Submit) and message.outputs:
+            if isinstance(message, Submit) and message.resumed:
                 failpoint("gateway.resume.after_send")
         number, ops = self._core.take_ops()
         if ops:

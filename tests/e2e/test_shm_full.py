@@ -21,7 +21,7 @@ from e2e.node import PHALANX, Node, wait_for
 from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Spec
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]  # minutes on a busy machine
 
 _MOUNT = 'mount -t tmpfs -o size=200m tmpfs /dev/shm && exec "$@"'
 _ALONE = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",))]
