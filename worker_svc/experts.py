@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.protocol.placement import EMPTY, LayerSlots, Placement, choose_copy, copies
 from phalanx.worker_svc.exchange import Exchange
 from phalanx.worker_svc.model.checkpoint import Weights
-from phalanx.worker_svc.model.moe import run_expert_pairs, visit
+from phalanx.worker_svc.model.moe import run_expert_pairs, run_picks, visit
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,7 @@ class OwnExperts:
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
     ) -> Tensor:
-        num_rows, num_topk = topk_idx.shape
-        pairs = run_expert_pairs(
-            self._weights,
-            layer,
-            self._slots[layer][topk_idx].flatten(),
-            x.repeat_interleave(num_topk, dim=0),
-            topk_weights.flatten(),
-        )
-        return pairs.view(num_rows, num_topk, x.shape[1])
+        return run_picks(self._weights, layer, x, self._slots[layer][topk_idx], topk_weights)
 
     def combine(self, handle: Tensor) -> Tensor:
         return handle

@@ -18,7 +18,7 @@ from phalanx.worker_svc.model.caches import BLOCK_TOKENS
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.model import Model
-from phalanx.worker_svc.model.moe import run_expert_pairs
+from phalanx.worker_svc.model.moe import run_expert_pairs, run_picks
 from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.scoring import LOGITS_ELEMENTS
 
@@ -57,11 +57,8 @@ class _OwnExperts:
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
     ) -> Tensor:
         self._on_layer()
-        num_rows, num_topk = topk_idx.shape
-        slots = topk_idx.flatten() % len(self._weights.slots(layer))
-        rows = x.repeat_interleave(num_topk, dim=0)
-        results = run_expert_pairs(self._weights, layer, slots, rows, topk_weights.flatten())
-        return results.view(num_rows, num_topk, -1)
+        slots = topk_idx % len(self._weights.slots(layer))
+        return run_picks(self._weights, layer, x, slots, topk_weights)
 
     def combine(self, handle: Tensor) -> Tensor:
         return handle

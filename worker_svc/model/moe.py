@@ -57,18 +57,20 @@ class LocalExperts:
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor
     ) -> Tensor:
-        num_rows, num_topk = topk_idx.shape
-        pairs = run_expert_pairs(
-            self._weights,
-            layer,
-            topk_idx.flatten(),
-            x.repeat_interleave(num_topk, dim=0),
-            topk_weights.flatten(),
-        )
-        return pairs.view(num_rows, num_topk, x.shape[1])
+        return run_picks(self._weights, layer, x, topk_idx, topk_weights)
 
     def combine(self, handle: Tensor) -> Tensor:
         return handle
+
+
+def run_picks(
+    weights: Weights, layer: int, x: Tensor, slots: Tensor, topk_weights: Tensor
+) -> Tensor:
+    """Rows [R, D] through the experts in these slots [R, k], all of them here: bf16 [R, k, D]."""
+    num_rows, num_topk = slots.shape
+    rows = x.repeat_interleave(num_topk, dim=0)
+    pairs = run_expert_pairs(weights, layer, slots.flatten(), rows, topk_weights.flatten())
+    return pairs.view(num_rows, num_topk, x.shape[1])
 
 
 def visit(experts: Experts, config: ModelConfig, layer: int) -> None:
