@@ -56,6 +56,7 @@ from phalanx.services.gateway.admission import (
 from phalanx.services.gateway.delivery import Delivery, Send
 from phalanx.services.gateway.entries import (
     Accept,
+    Again,
     Alive,
     Entry,
     Finish,
@@ -77,6 +78,7 @@ MS = 1_000_000
 TICK_NS = 100 * MS  # how often timers are looked at
 # How long a restarted gateway waits for the schedulers to say what they run.
 RECOVER_NS = 3_000 * MS
+REWRITE_NS = 1_000 * MS  # between two times that all of a lost journal is written again
 ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
 # Services answer to whichever gateway is there: what the last one asked is no answer to this one.
 CALLS_PER_LIFE = 1 << 40
@@ -92,6 +94,11 @@ class Noted:
     end: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Rewritten:
+    """Who waits for a new journal to have what was in the one that was lost."""
+
+
 class Core:
     """See the module. Every `on_...` takes one event; after a batch of them, call `turn`."""
 
@@ -99,7 +106,7 @@ class Core:
         self._settings = settings
         self._model = settings.model
         self._bus: list[tuple[bytes, BusFromGateway]] = []
-        self._ledger: Ledger[Pending | Request | Noted] = Ledger()
+        self._ledger: Ledger[Pending | Request | Noted | Rewritten] = Ledger()
         self._admission = Admission(settings)
         first_call = settings.incarnation * CALLS_PER_LIFE
         self._texts = Texts(self._to_bus, first_call)
@@ -118,7 +125,10 @@ class Core:
         self._replays = Replays(settings.draw, self._admission.number)
         self._scrubber = Scrubber(int(settings.scrub_every_s * 1000) * MS)
         self._probe: Entry | None = None  # for the scrubber, of the request that ended last
-        self._unlogged: list[Noted] = []  # the disk did not take them yet
+        self._unlogged: list[Noted | Rewritten] = []  # the disk did not take them yet
+        self._rewriting: Rewritten | None = None  # the newest, until it is on disk
+        self._journal_lost = False  # and nothing was done about it yet
+        self._rewrite_at_ns = now_ns  # not before
         self._requests: dict[str, Request] = {}
         self._abort_calls: dict[str, list[tuple[bytes, int]]] = {}  # to be answered when durable
         self._hellos: dict[str, int] = {}  # newest incarnation of each service
@@ -161,8 +171,7 @@ class Core:
     def deliver(self, send: Send, now_ns: int) -> None:
         """Feed the clients with whatever they take."""
         for request in self._delivery.deliver(send, now_ns):
-            if request.delivered_ns is None:
-                request.delivered_ns = now_ns
+            request.delivered_ns = now_ns
 
     def take_scrub_report(self) -> ScrubReport | None:
         """For the supervisor, if there is news."""
@@ -361,8 +370,16 @@ class Core:
     def _health_reply(self, client: bytes, asked: Health) -> HealthReply:
         health = self._health
         draining = self._admission.draining
-        healthy = health.healthy and not draining
-        reasons = health.reasons + (("the node is shutting down",) if draining else ())
+        reasons = health.reasons
+        if draining:
+            reasons += ("the node is shutting down",)
+        if self._rewriting is not None:
+            text = (
+                "gateway: its journal broke and was moved aside; what is open is not in the new one yet,"
+                " so a death of the gateway would lose it"
+            )
+            reasons += (text,)
+        healthy = health.healthy and not draining and self._rewriting is None
         ended = tuple(quiet for quiet in asked.quiet if self._told_all(client, quiet))
         incarnation, model = self._settings.incarnation, self._model.name
         return HealthReply(asked.call, healthy, incarnation, self._epoch, model, reasons, ended)
@@ -493,12 +510,9 @@ class Core:
                 self._ledger.add(op)
             self._ledger.wait(Noted(stream, stream.noted, stream.scores_noted))
 
-    def _logged(self, noted: Noted, failure: str) -> None:
-        """What was noted is on disk, or not yet: the journal tries again with whatever comes next."""
+    def _logged(self, noted: Noted) -> None:
+        """What was noted is on disk."""
         stream = noted.stream
-        if failure:
-            self._unlogged.append(noted)
-            return
         assert stream.logged is not None
         stream.logged = max(stream.logged, noted.count)
         stream.scores_logged = max(stream.scores_logged, noted.scores)
@@ -507,12 +521,12 @@ class Core:
             self._delivery.offer(request)
 
     def _log_again(self) -> None:
-        """See `_logged`: here comes something."""
+        """See `on_journal`: here comes something."""
         unlogged, self._unlogged = self._unlogged, []
         if unlogged:
             self._ledger.add(Alive())
-        for noted in unlogged:
-            self._ledger.wait(noted)
+        for waiter in unlogged:
+            self._ledger.wait(waiter)
 
     def _shown(self, stream: Stream, now_ns: int) -> None:
         """The stream has new text, or its end."""
@@ -720,13 +734,37 @@ class Core:
         for waiter in self._ledger.settle(done):
             if isinstance(waiter, Request):
                 self._tell_abort(waiter)
+            elif isinstance(waiter, Noted | Rewritten) and failure:
+                self._unlogged.append(waiter)  # the journal tries again with whatever comes next
             elif isinstance(waiter, Noted):
-                self._logged(waiter, failure)
+                self._logged(waiter)
+            elif isinstance(waiter, Rewritten):
+                self._rewriting = None if waiter is self._rewriting else self._rewriting
             elif failure:
                 text = f"the journal cannot be written ({failure}), so no request can be promised"
                 self._refuse(waiter, Refused(Code.OVERLOADED, text, RETRY_AFTER_MS))
             else:
                 self._accept(waiter, now_ns)
+
+    def on_journal_lost(self, now_ns: int) -> None:
+        """Its file broke and an empty one took its place: what is known here is written once more."""
+        self._journal_lost, self._rewriting = True, Rewritten()
+        self._rewrite(now_ns)
+
+    def _rewrite(self, now_ns: int) -> None:
+        if not self._journal_lost or self._rewriting is None or now_ns < self._rewrite_at_ns:
+            return
+        self._journal_lost, self._rewrite_at_ns = False, now_ns + REWRITE_NS
+        for request in self._requests.values():
+            told = request.entry.fingerprint or self._fingerprint
+            self._ledger.add(Again(msgspec.structs.replace(request.entry, fingerprint=told)))
+            for stream in request.streams:
+                if stream.logged is not None:
+                    stream.noted = stream.scores_noted = 0
+                    self._note(stream)
+                if (final := stream.recorded or stream.final) is not None:
+                    self._ledger.add(Finish(final))
+        self._ledger.wait(self._rewriting)
 
     def _tell_abort(self, request: Request) -> None:
         """An abort that could not be journalled is told as well: the request has ended here."""
@@ -777,6 +815,7 @@ class Core:
 
     def _tick(self, now_ns: int) -> None:
         self._placement.tick(now_ns)
+        self._rewrite(now_ns)
         self._log_again()
         self._texts.tick(now_ns)
         for peer in self._texts.busy_peers():

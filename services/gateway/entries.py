@@ -29,6 +29,12 @@ class Accept(msgspec.Struct, frozen=True):
     entry: Entry
 
 
+class Again(msgspec.Struct, frozen=True):
+    """Accepted before, in a file that is lost: nobody waits for it, so it is tried until it is written."""
+
+    entry: Entry
+
+
 class Finish(msgspec.Struct, frozen=True):
     """Sequence `final.index` ended; after a restart it stays ended."""
 
@@ -67,7 +73,7 @@ class Alive(msgspec.Struct, frozen=True):
     """Whatever has not ended is not abandoned: a gateway still works on it."""
 
 
-Op = Accept | Produced | Scored | Finish | Forget | Stamp | Alive
+Op = Accept | Again | Produced | Scored | Finish | Forget | Stamp | Alive
 
 
 @dataclass(frozen=True)

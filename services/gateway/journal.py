@@ -10,6 +10,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from phalanx.protocol.log import Logger
 from phalanx.protocol.messages import Final
 from phalanx.services.gateway.entries import (
     Accept,
+    Again,
     Alive,
     Entry,
     Finish,
@@ -168,7 +170,7 @@ def _prepare(db: sqlite3.Connection) -> None:
 
 def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
     match op:
-        case Accept(entry):
+        case Accept(entry) | Again(entry):
             encoded = msgspec.msgpack.encode(entry)
             begun = (entry.request_id, now_s, now_s, entry.n, entry.fingerprint, encoded)
             db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)", begun)
@@ -195,13 +197,24 @@ def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
             )
 
 
+@dataclass(frozen=True)
+class Written:
+    """What became of everything up to operation `number`."""
+
+    number: int
+    failure: str = ""  # why it is not on disk
+    lost: bool = (
+        False  # nor is anything written before: an empty file has taken the journal's place
+    )
+
+
 class JournalWriter:
     """The thread. `submit` returns at once; `wake` is called in the thread when results are there."""
 
     def __init__(self, journal: Journal, wake: Callable[[], None]) -> None:
         self._journal, self._wake = journal, wake
         self._batches: queue.SimpleQueue[tuple[int, list[Op]] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Written | Exception] = queue.SimpleQueue()
         self._late: list[Op] = []  # ends and deletions that failed; tried again with the next batch
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -209,11 +222,14 @@ class JournalWriter:
     def submit(self, number: int, ops: list[Op]) -> None:
         self._batches.put((number, ops))
 
-    def results(self) -> list[tuple[int, str]]:
-        """(number of the last operation, why it failed or "") of each commit since the last call."""
+    def results(self) -> list[Written]:
+        """Of each commit since the last call. Raises what a bug raised in the thread, which has ended."""
         done = []
         while not self._results.empty():
-            done.append(self._results.get())
+            result = self._results.get()
+            if isinstance(result, Exception):
+                raise result
+            done.append(result)
         return done
 
     def close(self) -> None:
@@ -223,6 +239,13 @@ class JournalWriter:
         self._journal.close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - `results` raises it: the gateway ends, not only its thread
+            self._results.put(error)
+            self._wake()
+
+    def _serve(self) -> None:
         while (batch := self._batches.get()) is not None:
             number, ops = batch
             last = False
@@ -233,26 +256,25 @@ class JournalWriter:
                     break
                 number = more[0]
                 ops = ops + more[1]
-            self._results.put((number, self._write(ops)))
+            self._results.put(self._write(number, ops))
             self._wake()
             if last:
                 break
 
-    def _write(self, ops: list[Op]) -> str:
+    def _write(self, number: int, ops: list[Op]) -> Written:
         ops = self._late + ops
+        failure, lost = "", False
         try:
-            self._journal.write(ops, time.time())
-        except sqlite3.OperationalError as error:  # disk full, a lock: the file itself is sound
-            return self._failed(ops, str(error))
-        except sqlite3.DatabaseError as error:
-            self._journal.move_aside(str(error))
-            return self._failed(ops, str(error))
+            try:
+                self._journal.write(ops, time.time())
+            except sqlite3.OperationalError as error:  # disk full, a lock: the file itself is sound
+                failure = str(error)
+            except sqlite3.DatabaseError as error:
+                failure = str(error)
+                self._journal.move_aside(failure)
+                lost = True
         except OSError as error:
-            return self._failed(ops, str(error.strerror))
-        self._late = []
-        return ""
-
-    def _failed(self, ops: list[Op], why: str) -> str:
-        late: list[Op] = [op for op in ops if not isinstance(op, Accept)]
+            failure = f"{failure}: {error.strerror}" if failure else str(error.strerror)
+        late: list[Op] = [op for op in ops if failure and not isinstance(op, Accept)]
         self._late = late[-_KEPT_ON_FAILURE:]
-        return why
+        return Written(number, failure, lost)

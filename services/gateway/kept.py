@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from phalanx.services.gateway.streams import Request
 
 MS = 1_000_000
-KEEP_NS = 60_000 * MS  # a request stays for this long after its delivery
+KEEP_NS = 60_000 * MS  # a request stays for this long after its last delivery
 KEPT_MAX = 16_384  # requests; beyond, the oldest are forgotten
 KEPT_TOKENS_MAX = 4 << 20  # tokens in memory; beyond, the oldest are produced again if anyone asks
 
@@ -39,7 +39,9 @@ class Kept:
         too_many = self._num_tokens - KEPT_TOKENS_MAX if self._logged else 0
         for at, request in enumerate(list(self._requests.values())):
             assert request.finished_ns is not None
-            if request.delivered_ns is not None:
+            if request.being_read:
+                over = False  # a reader that takes nothing is given up (`delivery.py`)
+            elif request.delivered_ns is not None:
                 over = now_ns - request.delivered_ns >= KEEP_NS
             else:
                 over = now_ns - request.finished_ns >= self._undelivered_ns

@@ -89,11 +89,14 @@ class Gateway:
 
     def on_journal(self) -> None:
         receive(self.journal, MESSAGES_PER_TURN)
-        for number, failure in self._writer.results():
-            if failure:
-                self._service.log.error("the journal cannot be written", error=failure)
+        for written in self._writer.results():
+            if written.failure:
+                self._service.log.error("the journal cannot be written", error=written.failure)
             failpoint("gateway.accept.after_sync")
-            self._core.on_journal(number, failure, time.monotonic_ns())
+            now_ns = time.monotonic_ns()
+            self._core.on_journal(written.number, written.failure, now_ns)
+            if written.lost:
+                self._core.on_journal_lost(now_ns)
 
     def on_supervisor(self, message: FromSupervisor) -> None:
         match message:

@@ -379,7 +379,7 @@ class Request:
         self.view: View | None = None
         self.held = False  # an abort is not durable yet: nothing more is told before it is
         self.finished_ns: int | None = None
-        self.delivered_ns: int | None = None
+        self.delivered_ns: int | None = None  # the last time that a reader got all of it
         self.kept_tokens = 0  # how it counts among the finished requests kept in memory
 
     @property
@@ -404,8 +404,12 @@ class Request:
 
     @property
     def unread(self) -> bool:
-        """Nobody is in the middle of reading it."""
-        return self.finished and (self.view is None or all(self.view.finals))
+        """Nobody is in the middle of reading it, nor was."""
+        return self.finished and not self.being_read
+
+    @property
+    def being_read(self) -> bool:
+        return self.view is not None and not all(self.view.finals)
 
     def attach(
         self,

@@ -120,6 +120,7 @@ class EncodeThread:
         self._send.connect(address)
         self._inbox: SimpleQueue[tuple[int, Encode | None]] = SimpleQueue()
         self._queue = EncodeQueue(core)
+        self._error: Exception | None = None  # a bug, which has ended the thread
         threading.Thread(target=self._run, name="encode", daemon=True).start()
 
     def submit(self, gateway: int, request: Encode | None) -> None:
@@ -127,10 +128,12 @@ class EncodeThread:
         self._inbox.put((gateway, request))
 
     def finished(self) -> list[tuple[int, bytes]]:
-        """(gateway, answer) of everything finished since the last call."""
+        """(gateway, answer) of everything finished since the last call. Raises what ended the thread."""
         finished: list[tuple[int, bytes]] = []
         while self.answers.poll(0):
             gateway, frame = self.answers.recv_multipart()
+            if self._error is not None:
+                raise self._error
             finished.append((int.from_bytes(gateway), frame))
         return finished
 
@@ -139,6 +142,13 @@ class EncodeThread:
         self.answers.close()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # noqa: BLE001 - `finished` raises it: the process ends, not only its thread
+            self._error = error
+            self._send.send_multipart([b"", b""])
+
+    def _serve(self) -> None:
         served = 0
         while True:
             if not len(self._queue) or not self._inbox.empty():

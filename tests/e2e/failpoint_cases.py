@@ -1,6 +1,7 @@
 """Where a process is made to die, and what has to happen for it to get there."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.protocol.failpoints import NAMES, kind_of
 
@@ -11,9 +12,11 @@ class Case:
     process: str  # that dies there
     fallen: str = ""  # that is killed first, so that the node comes to this point
     nth: int = 1
+    action: Literal["kill", "raise"] = "kill"
 
     def __str__(self) -> str:
         moment = f"{self.name}@{self.process}"
+        moment += "-raises" if self.action == "raise" else ""
         return moment + (f"-after-{self.fallen}" if self.fallen else "") + f"-{self.nth}"
 
 
@@ -85,6 +88,18 @@ MODEL = (
     Case("kvstore.write.after", "kvstore"),
     Case("kvstore.put.before_answer", "kvstore"),
     Case("eplb.counts.before", "eplb"),
+)
+# A bug ends a process as a death does, whichever of its threads it is in.
+JOURNAL_RAISES = Case("gateway.journal.before_commit", "gateway", nth=2, action="raise")
+RAISING = (
+    Case("worker.step.after_commit", "worker-1", nth=20, action="raise"),
+    Case("scheduler.commit.before", "scheduler-1", nth=20, action="raise"),
+    Case("gateway.final.before_send", "gateway", action="raise"),
+    Case("tokenizer.decode.before_answer", "tokenizer-0", nth=3, action="raise"),
+)
+RAISING_MODEL = (
+    Case("kvstore.write.before", "kvstore", action="raise"),
+    Case("eplb.counts.before", "eplb", action="raise"),
 )
 # Of a clean end, when there is nobody left to see, and of puts that ask for `disk`, which ranks do not:
 # `tests/kvstore_svc` cuts writes short at every point.

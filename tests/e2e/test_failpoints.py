@@ -12,7 +12,16 @@ from collections.abc import Callable
 
 import pytest
 
-from e2e.failpoint_cases import CONTROL, ELSEWHERE, MODEL, SUPERVISOR, Case
+from e2e.failpoint_cases import (
+    CONTROL,
+    ELSEWHERE,
+    JOURNAL_RAISES,
+    MODEL,
+    RAISING,
+    RAISING_MODEL,
+    SUPERVISOR,
+    Case,
+)
 from e2e.field import Field, specs
 from e2e.node import wait_for
 from phalanx.protocol.errors import PhalanxError
@@ -31,7 +40,7 @@ def check(field: Field, case: Case) -> None:
     node = field.healthy_node(case.process, *filter(None, [case.fallen]))
     born = node.process(case.process)
     assert born is not None
-    node.failpoint(case.name, process=case.process, nth=case.nth)
+    node.failpoint(case.name, case.action, process=case.process, nth=case.nth)
 
     def passed() -> bool:
         return node.came_up(case.process).get(case.name, 0) >= case.nth
@@ -73,14 +82,19 @@ def test_a_death_at_a_drawn_point_changes_nothing(control: Field, case: Case) ->
     check(control, case)
 
 
+@pytest.mark.parametrize("case", [JOURNAL_RAISES, random.Random(SEED).choice(RAISING)], ids=str)
+def test_a_bug_at_a_point_changes_nothing(control: Field, case: Case) -> None:
+    check(control, case)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("case", CONTROL, ids=str)
+@pytest.mark.parametrize("case", [*CONTROL, *RAISING], ids=str)
 def test_a_death_at_any_point_changes_nothing(control: Field, case: Case) -> None:
     check(control, case)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("case", MODEL, ids=str)
+@pytest.mark.parametrize("case", [*MODEL, *RAISING_MODEL], ids=str)
 def test_a_death_within_the_work_changes_nothing(model: Field, case: Case) -> None:
     check(model, case)
 
@@ -101,13 +115,16 @@ def test_a_supervisor_that_pauses_changes_nothing(control: Field, name: str) -> 
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", SUPERVISOR)
+@pytest.mark.parametrize(
+    ("name", "action"),
+    [*((name, "kill") for name in SUPERVISOR), ("supervisor.go.before_even", "raise")],
+)
 def test_after_the_death_of_the_supervisor_up_goes_on(
-    start_node: Callable[..., Node], name: str
+    start_node: Callable[..., Node], name: str, action: str
 ) -> None:
     node = start_node(2, "--inject", "--device", "null")
     fault_free = node.run(specs(400))
-    node.failpoint(name, process="supervisor")
+    node.failpoint(name, action, process="supervisor")
 
     def fall() -> None:
         try:

@@ -43,6 +43,7 @@ from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import (
     Accept,
+    Again,
     Alive,
     Entry,
     Finish,
@@ -96,7 +97,7 @@ class Disk:
 
     def apply(self, op: Op) -> None:
         match op:
-            case Accept(entry):
+            case Accept(entry) | Again(entry):
                 self.entries[entry.request_id] = entry
             case Finish(final):
                 self.finals.setdefault(final.request_id, {})[final.index] = final

@@ -51,9 +51,10 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway import streams as streams_module
-from phalanx.services.gateway.entries import Accept, Entry, Finish, Forget, Recovered
+from phalanx.services.gateway.entries import Accept, Again, Entry, Finish, Forget, Recovered
 from phalanx.services.gateway.placement import FALLS_MAX
 from sim.gateway_fakes import encode_text
+from sim.gateway_world import Disk
 
 
 def test_a_request_from_arrival_to_oblivion() -> None:
@@ -88,6 +89,8 @@ def test_a_request_from_arrival_to_oblivion() -> None:
     desk.asks(Attach(2, rid, (1,)))
     _, delta, again = desk.told()
     assert (delta, again) == (Delta(rid, 0, 1, (8, 9), "[8][9]"), final)
+    desk.passes(59_000)
+    assert Forget(rid) not in desk.ops
     desk.passes(2_000)
     assert desk.ops[-1] == Forget(rid)
     desk.asks(Attach(3, rid))
@@ -665,6 +668,56 @@ def test_a_journal_that_cannot_be_written_refuses_and_recovers() -> None:
     assert isinstance(desk.told()[0], Accepted)
 
 
+@pytest.mark.parametrize("logged", [False, True])
+def test_a_journal_that_breaks_is_written_anew_with_all_that_is_open(logged: bool) -> None:
+    desk = Desk(logged=logged)
+    desk.start(n=2)
+    (seat, first), _ = desk.submits()
+    desk.produces(seat, first, 0, 7)
+    desk.start()
+    ((seat, second),) = desk.submits()
+    desk.produces(seat, second, 0, 7, 8, finish="length", seq=2)
+    desk.decodes()
+    whole = Disk()
+    for op in desk.ops:
+        whole.apply(op)
+    desk.clear()
+    desk.core.on_health(HealthUpdate(True, 2, ()))
+    desk.asks(Generate(5, prompt_token_ids=(6,)), commit=False)
+    desk.core.on_journal(10**6, "malformed", desk.now)
+    desk.core.on_journal_lost(desk.now)
+    desk.clear()
+    desk.asks(Health(6), commit=False)
+    refused, health = desk.told()
+    assert isinstance(refused, Error) and "malformed" in refused.message
+    assert isinstance(health, HealthReply) and not health.healthy
+    assert "journal" in health.reasons[0]
+    desk.core.on_journal(10**6, "disk full", desk.now)  # nor can the new one be written at first
+    desk.passes(100)
+    anew = Disk()
+    for op in desk.ops:
+        anew.apply(op)
+    assert vars(anew) == vars(whole) and len(anew.entries) == 2 and len(anew.finals) == 1
+    assert bool(anew.produced) is logged
+    desk.asks(Health(7))
+    assert desk.told()[-1] == HealthReply(7, True, 7, 2, "tiny")
+
+
+def test_a_disk_that_breaks_every_journal_is_not_busy_with_new_ones() -> None:
+    desk = Desk()
+    desk.start()
+    desk.clear()
+    written = 0
+    for _ in range(100):
+        desk.core.turn(desk.now)
+        number, ops = desk.core.take_ops()
+        written += sum(isinstance(op, Again) for op in ops)
+        desk.core.on_journal(number, "malformed", desk.now)
+        desk.core.on_journal_lost(desk.now)
+        desk.now += 30 * MS
+    assert written == 3  # in three seconds
+
+
 def test_memory_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phalanx.services.gateway.admission.OPEN_BYTES_MAX", 100)
     desk = Desk()
@@ -703,6 +756,30 @@ def test_a_finished_stream_let_go_for_memory_is_produced_again(
     assert delta == Delta(ids[0], 0, 1, (11, 12), "[11][12]") and isinstance(final, Final)
     assert (final.finish_reason, final.offset) == ("length", 3)
     assert len([op for op in desk.ops if isinstance(op, Finish)]) == 2
+
+
+def test_a_reader_of_what_was_read_before_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.services.gateway.kept.KEPT_TOKENS_MAX", 4)
+    desk = Desk()
+    rid, _ = (desk.start(Sampling(max_tokens=3, seed=1)) for _ in range(2))
+    for seat, submit in desk.submits():
+        desk.produces(seat, submit, 0, 10, 11, 12, finish="length")
+        desk.decodes()
+    desk.told()
+    desk.passes(59_000)
+    desk.asks(Attach(9, rid))
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10)
+    desk.decodes()
+    desk.passes(600_000)  # it is made again slowly
+    desk.produces(seat, submit, 1, 11, 12, finish="length", seq=2)
+    desk.decodes()
+    *_, delta, final = desk.told()
+    assert isinstance(delta, Delta) and delta.token_ids == (11, 12) and isinstance(final, Final)
+    desk.passes(59_000)
+    assert Forget(rid) not in desk.ops
+    desk.passes(2_000)
+    assert desk.ops[-1] == Forget(rid)
 
 
 # --- a new gateway ---

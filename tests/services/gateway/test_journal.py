@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Final, Sampling, Usage
 from phalanx.services.gateway.entries import (
     Accept,
+    Again,
     Alive,
     Entry,
     Finish,
@@ -187,6 +189,7 @@ class Writer:
     """A JournalWriter whose results are waited for."""
 
     def __init__(self, journal: Journal) -> None:
+        self.lost = 0  # how often the file was replaced
         self._woken = threading.Event()
         self.writer = JournalWriter(journal, self._woken.set)
 
@@ -195,9 +198,10 @@ class Writer:
         while True:
             assert self._woken.wait(10)
             self._woken.clear()
-            for done, failure in self.writer.results():
-                if done >= number:
-                    return failure
+            for written in self.writer.results():
+                self.lost += written.lost
+                if written.number >= number:
+                    return written.failure
 
 
 def test_a_full_disk_fails_new_requests_and_keeps_ends_for_later(tmp_path: Path) -> None:
@@ -228,10 +232,56 @@ def test_a_journal_that_breaks_while_open_is_replaced(tmp_path: Path) -> None:
     _write_at(path, 4096, b"\xff" * 4096 * 8)
     writer = Writer(journal)
     failures = [writer.write(i, [Accept(entry(1000 + i))]) for i in range(1, 30)]
+    assert writer.lost == 1
     writer.writer.close()
     kept = {one.entry.request_id for one in open_journal(path).load(1000.0)}
     told = {entry(1000 + i).request_id for i, why in enumerate(failures, 1) if not why}
     assert told and told <= kept  # whatever was confirmed after the break is there
+
+
+def test_what_is_written_again_into_a_new_file_is_tried_until_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path / "j.sqlite")
+    writer = Writer(journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write", _raise(sqlite3.OperationalError("disk full")))
+        assert writer.write(1, [Again(entry(1)), Accept(entry(2))]) == "disk full"
+    assert writer.write(2, [Alive()]) == ""
+    writer.writer.close()
+    assert [one.entry for one in open_journal(tmp_path / "j.sqlite").load(1000.0)] == [entry(1)]
+
+
+def test_a_broken_file_that_cannot_be_moved_aside_is_not_called_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path / "j.sqlite")
+    writer = Writer(journal)
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write", _raise(sqlite3.DatabaseError("malformed")))
+        patch.setattr(journal, "move_aside", _raise(OSError(5, "Input/output error")))
+        assert writer.write(1, [Accept(entry(1))]) == "malformed: Input/output error"
+    assert writer.lost == 0
+    assert writer.write(2, [Accept(entry(2))]) == ""
+    writer.writer.close()
+
+
+def test_what_a_bug_raises_in_the_thread_is_raised_where_results_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = open_journal(tmp_path / "j.sqlite")
+    writer = Writer(journal)
+    monkeypatch.setattr(journal, "write", _raise(RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        writer.write(1, [Accept(entry(1))])
+    writer.writer.close()
+
+
+def _raise(error: Exception) -> Callable[..., None]:
+    def raises(*_: object) -> None:
+        raise error
+
+    return raises
 
 
 CHILD = """

@@ -33,7 +33,9 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.rundir import BUS_SOCKET, SUPERVISOR_SOCKET, endpoint, prepare
-from phalanx.services.tokenizer.core import load_tokenizer
+from phalanx.services.model_limits import ModelLimits
+from phalanx.services.tokenizer.core import EncodeQueue, TokenizerCore, load_tokenizer
+from phalanx.services.tokenizer.main import EncodeThread
 
 pytestmark = pytest.mark.process
 
@@ -180,3 +182,19 @@ def test_it_stops_when_told_even_in_the_middle_of_a_prompt(node: Node) -> None:
     assert node.next() == Decoded(2, ())
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(DEADLINE_S) == 0
+
+
+def test_what_a_bug_raises_in_the_encode_thread_is_raised_where_answers_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(queue: EncodeQueue) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(EncodeQueue, "work", work)
+    thread = EncodeThread(TokenizerCore(TOKENIZER, ModelLimits("tiny", 512, 1000, 1)))
+    thread.submit(1, Encode(1, "text"))
+    assert thread.answers.poll(DEADLINE_S * 1000)
+    with pytest.raises(RuntimeError, match="a bug"):
+        thread.finished()
+    thread.close()
+    thread._send.close()
