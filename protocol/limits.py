@@ -56,7 +56,10 @@ HAND_OVER_MS = 1_000  # for a gateway that is replaced: what is on its way to th
 CHANGE_S_MAX = 86_400.0  # the longest time that a scale or a restart may be given
 # From SIGKILL to giving up on a process that the kernel does not let go: one with tens of GiB on a GPU takes seconds.
 KILL_GRACE_MS = 20_000
-OLD_NODE_MS = 3_000  # how long a start waits for the children of a killed supervisor to vanish
+# The kernel sends SIGKILL to the children of a killed supervisor; a start waits for them as long.
+OLD_NODE_MS = KILL_GRACE_MS
+# From the end of the drain to the answer of a supervisor that was told to stop; the rest is for freeing memory.
+STOPPED_MS = 2 * TERM_GRACE_MS + KILL_GRACE_MS + 10_000
 
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
 MAX_PROCESSES = 256  # rows of the heartbeat table

@@ -9,12 +9,15 @@ from phalanx.protocol.rundir import (
     BUS_SOCKET,
     CLIENT_SOCKET,
     EPLB_SOCKET,
+    HTTP_FILE,
     JOURNAL_FILE,
     KVSTORE_SOCKET,
+    PID_FILE,
     SUPERVISOR_SOCKET,
 )
 
 _FRESH_NS = 1_000_000_000
+_KEPT = (PID_FILE, HTTP_FILE)  # small, and read later: by a second start, by the next HTTP server
 _OWNERS = {
     CLIENT_SOCKET: "gateway",
     BUS_SOCKET: "gateway",
@@ -32,6 +35,7 @@ class Files:
         self._run_dir = run_dir
         self._seen: set[str] = set()
         self._mtime_ns = -1
+        self._kept: dict[str, bytes] = {}
 
     def changed(self) -> bool:
         """Whether anything may have come or gone since this was asked last. It costs one system call."""
@@ -42,6 +46,20 @@ class Files:
         before, self._mtime_ns = self._mtime_ns, mtime_ns
         # The clock of files is coarse: two changes in a row may leave one time.
         return mtime_ns != before or time.time_ns() - mtime_ns < _FRESH_NS
+
+    def bring_back(self) -> list[str]:
+        """Write the small files anew that somebody deleted. Returns their names. Raises OSError when one
+        cannot be written."""
+        back: list[str] = []
+        for name in _KEPT:
+            path = self._run_dir / name
+            try:
+                self._kept[name] = path.read_bytes()
+            except FileNotFoundError:
+                if name in self._kept:
+                    path.write_bytes(self._kept[name])
+                    back.append(name)
+        return back
 
     def missing(self, ready: Collection[str]) -> tuple[str, ...]:
         """What somebody deleted, for people. `ready` are the processes that are: others make theirs."""

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.protocol import arena
@@ -12,9 +13,9 @@ from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.limits import OLD_NODE_MS
 from phalanx.protocol.rundir import LOCK_FILE, PID_FILE
 
-CHILDREN_LOCK_FILE = "children.lock"
 FAILED_FILE = "failed.json"
 _POLL_S = 0.02
+_TOLD_S = 0.5  # of waiting for an earlier node, before it is told
 _LOOK_S = 0.1  # `is_running` takes the lock for an instant to see whether it is free
 
 
@@ -25,12 +26,16 @@ class NodeBusy(PhalanxError):
 class NodeLock:
     """Held by the supervisor for its whole life. The kernel releases it however the supervisor ends.
 
-    `children_fd` is a second lock that every child inherits and so holds until it is gone: a pid file
-    would prove nothing, and the children of a killed supervisor must be gone before their sockets and
-    shared memory are taken away.
+    `children_fd` is a second lock, on the run directory itself, that every child inherits and so holds until
+    it is gone: a pid file would prove nothing, and the children of a killed supervisor must be gone before
+    their sockets and shared memory are taken away. Nobody deletes it with the files. systemd-tmpfiles, which
+    tidies /tmp, leaves a locked directory and everything in it alone.
+
+    Args:
+        on_wait: told what is waited for, when it takes a while.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, on_wait: Callable[[str], None] = lambda text: None) -> None:
         """Raises NodeBusy, saying who is there and what to do."""
         self.run_dir = run_dir
         self._fd = os.open(run_dir / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -40,22 +45,22 @@ class NodeLock:
                 f"a node is already running in {run_dir} (supervisor pid {read_pid(run_dir)}): stop it"
                 " with `phalanx down`, or choose another --run-dir"
             )
-        path = run_dir / CHILDREN_LOCK_FILE
-        self.children_fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if not _wait_lock(self.children_fd, OLD_NODE_MS / 1000):
-            pids = holders(path, self.children_fd)
-            os.close(self.children_fd)
-            os.close(self._fd)
-            raise NodeBusy(
-                f"processes of an earlier node in {run_dir} are still there after"
-                f" {OLD_NODE_MS / 1000:g} s (pids {', '.join(map(str, pids)) or 'unknown'}):"
-                " end them, or choose another --run-dir"
+        self.children_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if not _wait_lock(self.children_fd, _TOLD_S):
+            most_s = OLD_NODE_MS / 1000
+            on_wait(
+                f"{of_earlier_node(holders(run_dir))} in {run_dir} to end, {most_s:g} s at most"
             )
+            if not _wait_lock(self.children_fd, most_s - _TOLD_S):
+                who = of_earlier_node(holders(run_dir))
+                os.close(self.children_fd)
+                os.close(self._fd)
+                raise NodeBusy(
+                    f"{who} in {run_dir} are still there after {most_s:g} s: end them, or choose another"
+                    " --run-dir"
+                )
         self.swept = clean(run_dir)
         self._write_pid()
-        # systemd-tmpfiles, which tidies /tmp, leaves a locked directory and everything in it alone.
-        self._directory_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        _try_lock(self._directory_fd, fcntl.LOCK_SH)
 
     def _write_pid(self) -> None:
         (self.run_dir / PID_FILE).write_text(f"{os.getpid()}\n")
@@ -79,7 +84,6 @@ class NodeLock:
         return True
 
     def release(self) -> None:
-        os.close(self._directory_fd)
         (self.run_dir / PID_FILE).unlink(missing_ok=True)
         os.close(self.children_fd)
         os.close(self._fd)
@@ -101,25 +105,40 @@ def clean(run_dir: Path) -> list[str]:
     return arena.sweep(node_name(run_dir))
 
 
-def holders(path: Path, ours: int) -> list[int]:
-    """Processes that have `path` open, other than this one."""
-    key = (os.fstat(ours).st_dev, os.fstat(ours).st_ino)
+def holders(run_dir: Path) -> list[int]:
+    """Processes that hold the lock on the run directory: of the node there, or of one whose supervisor was
+    killed."""
+    try:
+        stat = run_dir.stat()
+    except OSError:
+        return []
     found: list[int] = []
     for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) != os.getpid() and key in _open_files(process / "fd"):
+        if any(_locks(process, entry, (stat.st_dev, stat.st_ino)) for entry in _open_in(process)):
             found.append(int(process.name))
-    return found
+    return sorted(found)
 
 
-def _open_files(directory: Path) -> set[tuple[int, int]]:
-    files: set[tuple[int, int]] = set()
+def of_earlier_node(pids: Sequence[int]) -> str:
+    """Who that is, for people."""
+    return f"processes of an earlier node (pids {', '.join(map(str, pids)) or 'unknown'})"
+
+
+def _open_in(process: Path) -> list[Path]:
     try:
-        for entry in directory.iterdir():
-            stat = entry.stat()
-            files.add((stat.st_dev, stat.st_ino))
+        return list((process / "fd").iterdir())
     except OSError:
-        pass  # it ended, or is not ours to look at
-    return files
+        return []  # it ended, or is not ours to look at
+
+
+def _locks(process: Path, entry: Path, key: tuple[int, int]) -> bool:
+    try:
+        if "lock:" not in (process / "fdinfo" / entry.name).read_text():
+            return False
+        stat = entry.stat()
+        return (stat.st_dev, stat.st_ino) == key
+    except OSError:
+        return False
 
 
 def _wait_lock(fd: int, timeout_s: float) -> bool:
@@ -131,9 +150,9 @@ def _wait_lock(fd: int, timeout_s: float) -> bool:
     return True
 
 
-def _try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -122,7 +122,7 @@ def run_processes(
 ) -> ExitCode:
     """`run_node` for any table of processes."""
     run_dir = rundir.prepare(config.run_path)
-    lock = NodeLock(run_dir)
+    lock = NodeLock(run_dir, lambda text: on_event(Tell("waiting", text=f"for {text}")))
     rundir.forget_plans(run_dir)
     try:
         config.check()
@@ -240,6 +240,8 @@ class Node:
             if not (self._config.run_path / CONFIG_FILE).exists():  # who starts later reads it
                 self._config.save()
                 self._log.warning("the node's configuration was deleted", error="written anew")
+            if names := self._files.bring_back():
+                self._log.warning("files were deleted", names=names, error="written anew")
         except OSError:
             pass  # the directory is gone: that is told below
         missing = self._files.missing(self._core.ready_names())

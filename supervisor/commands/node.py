@@ -18,7 +18,7 @@ from rich.table import Table
 from phalanx.protocol.arena import names
 from phalanx.protocol.config import NodeConfig, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
-from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS
+from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS, STOPPED_MS
 from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
 from phalanx.protocol.rundir import LOG_DIR, is_running, prepare
 from phalanx.services.http.address import read_address, url
@@ -34,10 +34,12 @@ from phalanx.supervisor.commands.common import (
 )
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.headway import Headway, share, waiting_for
-from phalanx.supervisor.lock import FAILED_FILE
+from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
+_OLD_EVERY_S = 1.0  # between two looks for what keeps a supervisor from starting
+_PRIVATE_DRAIN_S = 5.0
 _END_S = 60.0  # what a supervisor takes at most to end once its node has
 
 
@@ -184,6 +186,7 @@ def _start(
     # Not yet as the node's own: until the supervisor holds the lock, another node may live there.
     wanted = config.save(f"config.{os.getpid()}.json")
     with (config.run_path / LOG_DIR / "supervisor.out").open("ab") as output:
+        begins = output.tell()
         child = subprocess.Popen(
             [*_SUPERVISOR, "--run-dir", config.run_dir, "--config", str(wanted), *owner],
             pass_fds=[] if owner_fd is None else [owner_fd],
@@ -193,27 +196,35 @@ def _start(
             start_new_session=True,
         )
     try:
-        return _await_ready(config, child, quiet, timeout_s), child
+        return _await_ready(config, child, begins, quiet, timeout_s), child
     finally:
         wanted.unlink(missing_ok=True)
 
 
 def _await_ready(
-    config: NodeConfig, child: "subprocess.Popen[bytes]", quiet: bool, timeout_s: float | None
+    config: NodeConfig,
+    child: "subprocess.Popen[bytes]",
+    output_begins: int,
+    quiet: bool,
+    timeout_s: float | None,
 ) -> StatusReply:
     started = time.monotonic()
-    headway, waiting = Headway(started), ["the supervisor"]
+    headway, waiting, looked = Headway(started), ["the supervisor"], started
     with errors.status("starting", spinner="dots") if not quiet else _Nothing() as spinner:
         while True:
             if child.poll() is not None:
-                raise _failure(config.run_path, child.returncode)
+                raise _failure(config.run_path, child.returncode, output_begins)
             status, now = _status(config.run_path), time.monotonic()
             if status is not None:
                 if status.ready_s >= 0:
                     return status
                 headway.looked(status.processes, now)
                 waiting = waiting_for(status.processes) or ["the group to form"]
-                spinner.update(f"{now - started:.0f} s, waiting for {', '.join(waiting[:6])}")
+            elif now - looked > _OLD_EVERY_S:
+                looked, old = now, holders(config.run_path)
+                known = child.pid in old or not old
+                waiting = ["the supervisor"] if known else [of_earlier_node(old)]
+            spinner.update(f"{now - started:.0f} s, waiting for {', '.join(waiting[:6])}")
             late = timeout_s is not None and now - started >= timeout_s
             if late or headway.still_s(now) > START_DEADLINE_MS / 1000:
                 break
@@ -249,12 +260,18 @@ def private_node(
             yield config, status
         finally:
             try:
-                killed = ask(config.run_path, Shutdown(1, 5.0), ShutdownDone, 30.0).left
+                killed = stop_node(config.run_path, _PRIVATE_DRAIN_S)
             finally:
                 os.close(write_end)
                 supervisor.wait(_END_S)
             if left := [*killed, *names(config.node)]:
                 raise PhalanxError(f"the node left something behind: {', '.join(left)}")
+
+
+def stop_node(run_dir: Path, drain_s: float) -> tuple[str, ...]:
+    """Tell the node to stop and wait until it has; returns what had to be killed or swept. Raises as `ask`."""
+    done = ask(run_dir, Shutdown(1, drain_s), ShutdownDone, drain_s + STOPPED_MS / 1000)
+    return done.left
 
 
 class _Nothing:
@@ -275,11 +292,16 @@ def _status(run_dir: Path) -> StatusReply | None:
         return None
 
 
-def _failure(run_dir: Path, returncode: int) -> PhalanxError:
+def _failure(run_dir: Path, returncode: int, output_begins: int) -> PhalanxError:
+    """Why the supervisor ended: as it wrote down, or else as it printed last."""
     try:
         reason = json.loads((run_dir / FAILED_FILE).read_text())["reason"]
     except (OSError, ValueError, KeyError):
-        reason = f"it ended with {returncode}; see {run_dir / LOG_DIR / 'supervisor.out'}"
+        output = run_dir / LOG_DIR / "supervisor.out"
+        lines = [f"it ended with {returncode}"]
+        with contextlib.suppress(OSError):
+            lines += output.read_bytes()[output_begins:].decode(errors="replace").split("\n")
+        reason = f"{[line for line in lines if line.strip()][-1]}; see {output}"
         if returncode == ExitCode.OK:
             reason = "it was stopped before it was ready (phalanx down, or a signal)"
     error = PhalanxError(f"the node did not start: {reason}")
@@ -303,7 +325,7 @@ def _failure(run_dir: Path, returncode: int) -> PhalanxError:
 def down(timeout: float, run_dir: Path | None, as_json: bool) -> None:
     """Stop the node: refuse new requests, finish running ones up to the limit, end every process."""
     path = find_run_dir(run_dir)
-    left = list(ask(path, Shutdown(1, timeout), ShutdownDone, timeout + 30).left)
+    left = list(stop_node(path, timeout))
     deadline = time.monotonic() + 10
     while is_running(path) and time.monotonic() < deadline:
         time.sleep(0.02)

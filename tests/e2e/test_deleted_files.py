@@ -10,7 +10,13 @@ import pytest
 
 from e2e.node import Node, wait_for
 from phalanx.protocol.messages import Sampling
-from phalanx.protocol.rundir import LOCK_FILE, SUPERVISOR_SOCKET, is_running
+from phalanx.protocol.rundir import (
+    HTTP_FILE,
+    LOCK_FILE,
+    PID_FILE,
+    SUPERVISOR_SOCKET,
+    is_running,
+)
 from phalanx.services.client import Client, Spec
 from phalanx.supervisor.ask import NoAnswer
 
@@ -21,7 +27,7 @@ SPECS = [Spec("The sea", Sampling(seed=seed, max_tokens=400, ignore_eos=True)) f
 
 @pytest.fixture(scope="module")
 def quick(start_node: Callable[..., Node]) -> Node:
-    return start_node(2, "--inject", "--device", "null")
+    return start_node(2, "--inject", "--device", "null", "--http", 0)
 
 
 def test_deleted_sockets_come_back_and_no_stream_notices(quick: Node) -> None:
@@ -90,15 +96,18 @@ def test_a_question_that_nobody_answers_names_the_socket_that_is_gone(
 def test_a_cleaner_that_takes_everything_costs_no_later_start(quick: Node) -> None:
     """Who starts later reads the configuration; and a lock file that somebody made is not the node's."""
     lock, config = quick.run_dir / LOCK_FILE, quick.run_dir / "config.json"
-    text = config.read_text()
-    config.unlink()
+    small = [config, quick.run_dir / PID_FILE, quick.run_dir / HTTP_FILE]
+    texts = [path.read_text() for path in small]
+    for path in small:
+        path.unlink()
     lock.unlink()
     lock.touch()
-    wait_for(config.exists, 20, "written anew")
-    assert config.read_text() == text
+    wait_for(lambda: all(path.exists() for path in small), 20, "written anew")
+    assert [path.read_text() for path in small] == texts
     wait_for(lambda: is_running(quick.run_dir), 20, "locked anew")
-    quick("restart", "eplb")
+    quick("restart", "eplb", "http")
     quick.wait_healthy()
+    assert small[-1].read_text() == texts[-1], "its clients find it at the same port"
 
 
 def test_a_journal_that_was_deleted_is_told(quick: Node) -> None:

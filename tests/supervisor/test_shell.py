@@ -1,6 +1,7 @@
 """The supervisor over real processes (trivial children): deaths are noticed within milliseconds, nothing
 outlives its node, and every way to end leaves nothing behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from phalanx.protocol.messages import (
     Shutdown,
 )
 from phalanx.protocol.rundir import is_running
-from phalanx.supervisor.lock import FAILED_FILE
+from phalanx.supervisor.lock import FAILED_FILE, holders
 
 pytestmark = pytest.mark.process
 
@@ -57,6 +58,21 @@ def assert_nothing_left(node: TestNode) -> None:
     assert node.children() == []
     assert list(node.run_dir.glob("*.sock")) == []
     assert not is_running(node.run_dir)
+
+
+@contextlib.contextmanager
+def holding(run_dir: Path) -> Iterator[int]:
+    """A process that was left over by a killed supervisor; its pid."""
+    run_dir.mkdir(exist_ok=True)
+    holder = subprocess.Popen(
+        ["flock", str(run_dir), "sleep", "60"], stdin=subprocess.DEVNULL, process_group=0
+    )
+    try:
+        until(lambda: holders(run_dir))
+        yield holder.pid
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
 
 
 def test_start_and_stop_leave_nothing(node: TestNode) -> None:
@@ -259,17 +275,36 @@ def test_start_right_after_the_kill_of_everything(node: TestNode) -> None:
 
 
 def test_start_fails_clearly_when_something_of_the_old_node_stays(node: TestNode) -> None:
-    node.run_dir.mkdir()
-    lock = node.run_dir / "children.lock"
-    holder = subprocess.Popen(
-        ["flock", str(lock), "sleep", "60"], stdin=subprocess.DEVNULL, process_group=0
-    )
-    until(lock.exists)
+    node.environment = {"NODE_OLD_MS": "1200"}
+    with holding(node.run_dir) as holder:
+        node.start()
+        assert wait_end(node) == ExitCode.UNHEALTHY
+    assert "processes of an earlier node (pids " in node.said() and str(holder) in node.said()
+    assert "are still there after 1.2 s" in node.said()
+
+
+def test_a_start_waits_for_an_old_process_as_long_as_the_kernel_may_take(node: TestNode) -> None:
+    """One with tens of GiB on a GPU takes seconds from its SIGKILL to its end. Files may be tidied meanwhile."""
+    node.behave("worker-1", "outlive")
     node.start()
-    assert wait_end(node) == ExitCode.UNHEALTHY
-    assert "processes of an earlier node" in node.said()
-    os.killpg(holder.pid, signal.SIGKILL)
-    holder.wait()
+    node.wait_healthy()
+    node.behave("worker-1", "")
+    os.kill(node.supervisor_pid, signal.SIGKILL)
+    wait_end(node)
+    until(lambda: len(node.children()) == 1, 5)
+    (late,) = node.children()
+    try:
+        assert holders(node.run_dir) == [late]
+        for path in node.run_dir.iterdir():
+            if path.is_file():
+                path.unlink()
+        node.start()
+        time.sleep(4)
+        assert node.supervisor is not None and node.supervisor.poll() is None, node.said()
+        assert f"waiting for processes of an earlier node (pids {late}) in" in node.said()
+    finally:
+        os.kill(late, signal.SIGKILL)
+    node.wait_healthy()
 
 
 def test_a_second_start_is_refused_and_harms_nothing(living: TestNode) -> None:

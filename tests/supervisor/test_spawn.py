@@ -90,7 +90,7 @@ def test_waiting_for_a_cpu_shows_as_waiting() -> None:
 
 def test_a_child_starts_without_a_place_for_its_output(tmp_path: Path) -> None:
     """A deleted folder of logs is made anew; where none can be, the child lives all the same."""
-    with (tmp_path / "children.lock").open("w") as lock:
+    with (tmp_path / "lock").open("w") as lock:
         spawner = Spawner(tmp_path, lock.fileno())
         spec = ProcessSpec("worker-0", "worker", "this", 0, threads=1)  # prints some lines
         first = spawner.spawn(spec, 1)
@@ -142,7 +142,7 @@ def test_a_standby_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.Monkey
         out.write_text("")
         return spawner._standbys["gateway"].pid
 
-    with (tmp_path / "children.lock").open("w") as lock:
+    with (tmp_path / "lock").open("w") as lock:
         spawner = Spawner(tmp_path, lock.fileno())
         waiting = prepared(2)
         child = spawner.spawn(spec, 2)

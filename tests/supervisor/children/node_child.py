@@ -26,6 +26,12 @@ def serve(service: Service) -> None:
             raise RuntimeError("planted crash")
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case (
+            "outlive"
+        ):  # as if the kernel took long to end it: no signal of its parent's death, no pipe
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
         case "ignore TERM":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     service.progress("load", 0.5)

@@ -7,19 +7,27 @@ from pathlib import Path
 
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ExitCode
+from phalanx.supervisor import lock
+from phalanx.supervisor.events import Tell
 from phalanx.supervisor.lock import NodeBusy
 from phalanx.supervisor.main import run_processes
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.processes import process_table
 
 
+def tell(event: Tell) -> None:
+    if event.kind == "waiting":
+        print(event.kind, event.text, file=sys.stderr, flush=True)
+
+
 def main() -> None:
+    lock.OLD_NODE_MS = int(os.environ.get("NODE_OLD_MS", lock.OLD_NODE_MS))
     run_dir, ranks = Path(sys.argv[1]), int(sys.argv[2])
     faults = bool(os.environ.get("NODE_FAULTS"))
     config = NodeConfig(run_dir=str(run_dir), ranks=ranks, tokenizers=1, fault_injection=faults)
     table = [replace(spec, module="node_child") for spec in process_table(config)]
     try:
-        sys.exit(run_processes(config, table, lambda: GroupPlacements(2, 8, ranks)))
+        sys.exit(run_processes(config, table, lambda: GroupPlacements(2, 8, ranks), tell))
     except NodeBusy as error:
         print(error, file=sys.stderr)
         sys.exit(ExitCode.UNHEALTHY)
