@@ -27,7 +27,17 @@ from phalanx.protocol.messages import (
     Scale,
     Scaled,
 )
-from phalanx.supervisor.events import Action, ChangeAsked, Kill, Reply, Resized, Send, Sweep, Tell
+from phalanx.supervisor.events import (
+    Action,
+    ChangeAsked,
+    Kill,
+    RenewStandbys,
+    Reply,
+    Resized,
+    Send,
+    Sweep,
+    Tell,
+)
 from phalanx.supervisor.group import GroupPhase
 from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.restart import RestartPolicy
@@ -349,7 +359,7 @@ class Changes:
         shown = ALL if ALL in request.names else ", ".join(names)
         deadline_ns = now_ns + int(request.timeout_s * 1e9)
         self.now = Restarting(asked, f"restart {shown}", now_ns, deadline_ns, names)
-        return []
+        return [RenewStandbys()]  # it is perhaps asked for because of what was installed meanwhile
 
     def _chosen(self, wanted: tuple[str, ...]) -> tuple[list[str], list[str]]:
         """(processes in the order of their turn, words that name none)."""

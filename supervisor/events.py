@@ -221,6 +221,11 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class RenewStandbys:
+    """Successors that wait for their turn were started from what lay on the disk then: have new ones."""
+
+
+@dataclass(frozen=True, slots=True)
 class CountStranded:
     """How many sequences do these seats hold? They are about to move. Answer: Stranded."""
 
@@ -256,6 +261,7 @@ Action = (
     | Send
     | Reply
     | Resized
+    | RenewStandbys
     | CountStranded
     | Tell
     | Finished

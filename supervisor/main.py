@@ -38,7 +38,7 @@ from phalanx.protocol.messages import (
     ToSupervisor,
 )
 from phalanx.protocol.queues import count_held
-from phalanx.supervisor.core import SupervisorCore
+from phalanx.supervisor.core import SupervisorCore, describe_end
 from phalanx.supervisor.events import (
     Action,
     BecameReady,
@@ -55,6 +55,7 @@ from phalanx.supervisor.events import (
     Progressed,
     Publish,
     Reaped,
+    RenewStandbys,
     Reply,
     Resized,
     ScrubHeard,
@@ -74,6 +75,7 @@ from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
 from phalanx.supervisor.spawn import Child, Spawner, last_words
+from phalanx.supervisor.standbys import Standbys
 from phalanx.supervisor.status import status
 from phalanx.supervisor.watch import Watch
 from phalanx.supervisor.weights import WeightsKeeper
@@ -84,9 +86,6 @@ _MESSAGES_PER_TURN = 256
 _CALM_NS = 200_000_000  # how long the first steps of a new group have the CPUs for themselves
 _LATER_NS = 500_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
-# A standby is started that long after the node was whole, or after the one before it took over: it is not
-# to take a CPU from those who recover.
-_STANDBY_NS = 3_000_000_000
 _WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed", "change failed"})
 _DRAIN_S_MAX = 86_400.0
 
@@ -188,7 +187,7 @@ class Node:
         self._later: list[Spawn | Sweep] = []  # slow, and streams wait for something else
         self._later_ns = 0
         self._calm_until_ns = 0
-        self._standby_at_ns = 0  # when standbys are due; 0: they are there, or it is too early
+        self._standbys = Standbys()
         self._interrupts = 0
         self._injector = Injector(config.fault_injection, random.Random(), self._core.processes)
         self._weights: WeightsKeeper | None = None
@@ -214,6 +213,7 @@ class Node:
                     self._events.extend(self._watch.observe())
                     observed_ns = now_ns
                     self._look_at_files()
+                    self._look_at_standbys(now_ns)
                     if self._weights is not None:
                         self._weights.look()
                 self._handle_events()
@@ -221,8 +221,6 @@ class Node:
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
                 if not self._streams_wait or now_ns - self._later_ns > _LATER_NS:
                     self._do_what_was_put_off()
-                if 0 < self._standby_at_ns <= time.monotonic_ns() and not self._streams_wait:
-                    self._prepare_standbys()
                 self._handle_events()
             return self._end(self._finished)
         finally:
@@ -327,9 +325,6 @@ class Node:
             case Inject():
                 self._inject(identity, message)
             case Scale() | Restart():
-                if isinstance(message, Restart):  # perhaps for what was installed meanwhile
-                    self._spawner.forget_standbys()
-                    self._standby_at_ns = time.monotonic_ns() + _STANDBY_NS
                 self._events.append(ChangeAsked(identity, message))
             case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
                 self._waiting_for_end.append((identity, call))
@@ -372,6 +367,9 @@ class Node:
                     send_to(self._watch.socket, peer, encode(answer))
                 case Resized(ranks):
                     self._resize(ranks)
+                case RenewStandbys():
+                    self._spawner.forget_standbys()
+                    self._want_standbys()
                 case CountStranded(seats):
                     self._events.append(self._count(seats))
                 case Send(name, incarnation, message):
@@ -415,11 +413,22 @@ class Node:
                 case Sweep():
                     self._sweep()
 
-    def _prepare_standbys(self) -> None:
-        self._standby_at_ns = 0
-        for process in self._core.processes.values():
-            if process.spec.standby and self._core.serving:
-                self._spawner.prepare(process.spec, process.incarnation + 1)
+    def _want_standbys(self) -> None:
+        specs = [process.spec for process in self._core.processes.values()]
+        names = [spec.name for spec in specs if spec.standby]
+        self._standbys.want(names, time.monotonic_ns())
+
+    def _look_at_standbys(self, now_ns: int) -> None:
+        """Start those that are due, unless streams wait; take note of those that died."""
+        if self._streams_wait or not self._core.serving:
+            return
+        for name in self._standbys.take_due(now_ns):
+            process = self._core.processes[name]
+            self._spawner.prepare(process.spec, process.incarnation + 1)
+        for name, code, words in self._spawner.ended_standbys():
+            delay_ms = self._standbys.ended(name, now_ns)
+            text = f"{describe_end(code, words)}; another one follows in {delay_ms / 1000:g} s"
+            self._log.warning("standby ended", about=f"{name}-next", text=text)
 
     def _resize(self, ranks: int) -> None:
         """Tell who starts from now on. Without disk they read the old number: their share of the memory
@@ -440,7 +449,7 @@ class Node:
         if event.kind == "node ready" and self._weights is not None:
             self._weights.start()
         if event.kind == "node ready":
-            self._standby_at_ns = time.monotonic_ns() + _STANDBY_NS
+            self._want_standbys()
         phase = (event.process, event.text)
         if event.kind == "progress" and phase in self._phases_told:
             return
@@ -464,7 +473,7 @@ class Node:
             return
         self._watch.add(child)
         if spec.standby and incarnation > 1:
-            self._standby_at_ns = time.monotonic_ns() + _STANDBY_NS
+            self._standbys.want([name], time.monotonic_ns())
         self._events.append(Spawned(name, incarnation, child.pid))
 
     def _inject(self, identity: bytes, request: Inject) -> None:

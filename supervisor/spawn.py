@@ -70,6 +70,7 @@ class Spawner:
         self._run_dir, self._lock_fd = run_dir, children_lock_fd
         self._life_read, self._life_write = os.pipe()
         self._standbys: dict[str, Child] = {}  # by name: started, imported, waiting for their turn
+        self._unstarted: list[tuple[str, int, str]] = []
 
     def spawn(self, spec: ProcessSpec, incarnation: int) -> Child:
         """Raises OSError when the system has no room for another process."""
@@ -81,11 +82,23 @@ class Spawner:
         return self._start(spec, incarnation)
 
     def prepare(self, spec: ProcessSpec, incarnation: int) -> None:
-        """Have the process of this incarnation ready to go: imports are most of a start. Without room for
-        it there is none."""
+        """Have the process of this incarnation ready to go: imports are most of a start."""
         if spec.name not in self._standbys:
-            with contextlib.suppress(OSError):
+            try:
                 self._standbys[spec.name] = self._start(spec, incarnation, standby=True)
+            except OSError as error:
+                self._unstarted.append((spec.name, ExitCode.INTERNAL, str(error)))
+
+    def ended_standbys(self) -> list[tuple[str, int, str]]:
+        """(name, exit code or minus the signal, last words) of those that died while they waited, or could
+        not be started, since this was asked last."""
+        ended, self._unstarted = self._unstarted, []
+        for name, standby in list(self._standbys.items()):
+            if (code := standby.process.poll()) is not None:
+                del self._standbys[name]
+                _discard(standby)
+                ended.append((name, code, last_words(self._run_dir, standby)))
+        return ended
 
     def forget_standbys(self) -> None:
         """What is started from now on is to be started from what lies on the disk now."""

@@ -14,6 +14,7 @@ from phalanx.supervisor.events import (
     Kill,
     Publish,
     Reaped,
+    RenewStandbys,
     Reply,
     Resized,
     Send,
@@ -210,6 +211,18 @@ def test_a_shutdown_answers_for_the_change_under_way() -> None:
     story = ask(running(), Restart(7, ("scheduler-1",), 60.0)).feed(ShutdownAsked(1000))
     refused = answer(story)
     assert isinstance(refused, Error) and refused.code is Code.SHUTDOWN
+
+
+def test_standbys_are_renewed_once_for_each_restart_that_is_begun() -> None:
+    story = ask(running(), Restart(7, ("nobody",), 60.0))
+    assert story.take(RenewStandbys) == [], "it was refused"
+    ask(ask(story, Restart(8, ("eplb",), 60.0)), Restart(8, ("eplb",), 60.0))
+    ask(story, Restart(9, ("kvstore",), 60.0))  # refused: one is under way
+    assert story.take(RenewStandbys) == [RenewStandbys()]
+    ends(story, "eplb").ready("eplb").wait(100)
+    assert any(isinstance(reply.message, Restarted) for reply in story.take(Reply))
+    ask(story, Restart(8, ("eplb",), 60.0))  # the answer was lost
+    assert story.take(RenewStandbys) == []
 
 
 def test_a_process_is_replaced_and_that_is_no_failure() -> None:

@@ -13,7 +13,7 @@ import pytest
 from supervisor.node import TestNode, pids_of, until
 
 from phalanx.protocol import arena
-from phalanx.protocol.codec import Decoder
+from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import load_config
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import HANG_MS
@@ -185,6 +185,54 @@ def test_scale_and_restart_real_processes(node: TestNode) -> None:
     assert node.shut_down().left == ()
     wait_end(node)
     assert_nothing_left(node)
+
+
+def standby_of(node: TestNode, name: str) -> int:
+    """The pid of the process that waits as the successor of this one; 0: none."""
+    for pid in node.children():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == f"{name}-next":
+                return pid
+    return 0
+
+
+def test_a_successor_that_dies_while_it_waits_is_replaced_and_nobody_counts_it(
+    living: TestNode,
+) -> None:
+    living.wait_healthy()
+    restarts = {p.name: p.restarts for p in living.status().processes}
+    until(lambda: standby_of(living, "gateway"))
+    first = standby_of(living, "gateway")
+    os.kill(first, signal.SIGKILL)
+    until(lambda: standby_of(living, "gateway") not in (0, first))
+    status = living.status()
+    assert status.healthy and {p.name: p.restarts for p in status.processes} == restarts
+    assert "another one follows in 3 s" in (living.run_dir / "logs" / "supervisor.log").read_text()
+    second = standby_of(living, "gateway")
+    os.kill(living.process("gateway").pid, signal.SIGKILL)
+    until(lambda: living.process("gateway").pid == second)
+    living.wait_healthy()
+
+
+def test_a_restart_that_is_said_again_does_not_keep_successors_away(living: TestNode) -> None:
+    living.wait_healthy()
+    until(lambda: standby_of(living, "gateway"))
+    before = standby_of(living, "gateway")
+    refused = living.ask(Restart(20, ("nobody",), 5.0))
+    assert isinstance(refused, Error) and standby_of(living, "gateway") == before
+    living.behave("worker-2", "slow")
+    repeated = time.monotonic() + 12
+    seen: set[int] = set()
+    while time.monotonic() < repeated:
+        living.socket.send(encode(Restart(21, ("worker-2",), 60.0)))
+        seen.add(standby_of(living, "gateway"))
+        time.sleep(0.4)
+    living.behave("worker-2", "")
+    assert len(seen - {0, before}) == 1, "one renewal, and it is there while the restart lasts"
+    answers: list[FromSupervisor] = []
+    while living.socket.poll(2000 if answers else 60_000):
+        answers.append(Decoder[FromSupervisor](FromSupervisor).decode(living.socket.recv()))
+    assert {type(answer) for answer in answers} == {Restarted}
 
 
 def test_bad_input_ends_the_node_and_says_why(node: TestNode) -> None:

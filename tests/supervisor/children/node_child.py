@@ -26,9 +26,12 @@ def serve(service: Service) -> None:
             raise RuntimeError("planted crash")
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case (
-            "outlive"
-        ):  # as if the kernel took long to end it: no signal of its parent's death, no pipe
+        case "slow":
+            for _ in range(80):
+                time.sleep(0.1)
+                service.beat()
+        case "outlive":
+            # As if the kernel took long to end it: no signal of its parent's death, no pipe.
             if os.fork() == 0:
                 time.sleep(60)
                 os._exit(0)
