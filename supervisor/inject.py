@@ -6,7 +6,7 @@ does it to itself: `protocol/faults.py`.
 
 import random
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import get_args
 
@@ -61,11 +61,18 @@ class Injector:
 
     Args:
         processes: names of all processes of the node, live or not; looked at each time.
+        came_up: (process, slot) -> how often that fault of it was passed, or hit something.
     """
 
-    def __init__(self, enabled: bool, rng: random.Random, processes: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        enabled: bool,
+        rng: random.Random,
+        processes: Collection[str] = (),
+        came_up: Callable[[str, int], int] = lambda name, slot: 0,
+    ) -> None:
         self._enabled, self._rng = enabled, rng
-        self._processes = processes
+        self._processes, self._came_up = processes, came_up
         self._stopped: list[tuple[int, Kill]] = []  # when each goes on, and how
         self._halted: dict[str, int] = {}  # name -> incarnation of those that were sent SIGSTOP
         self._faults: dict[str, tuple[Fault, ...]] = {}
@@ -116,7 +123,10 @@ class Injector:
                 return chosen, [*map(self._clear, chosen), *self._go_on(chosen, living)]
             self._check_escape(request, chosen)
             return chosen, [self._add(name, request, now_ns) for name in chosen]
-        chosen = targets(kind, request.target, sorted(living), self._rng)
+        names = {*living}
+        if kind == "list":  # a fault may wait for a process that is yet to start
+            names |= {name for name in self._faults if self._lasting(name, now_ns)}
+        chosen = targets(kind, request.target, sorted(names), self._rng)
         number = SIGNALS.get(kind)
         kills = [] if number is None else [Kill(name, living[name], number) for name in chosen]
         for kill in kills:
@@ -144,10 +154,18 @@ class Injector:
         for name in chosen:
             if name in self._halted and self._halted[name] == living.get(name):
                 told.append(f"{name}: stop")
-            for fault in self._faults.get(name, ()):
-                if not 0 < fault.until_ns <= now_ns:
-                    told.append(f"{name}: {_describe(fault)}")
+            for fault in self._lasting(name, now_ns):
+                told.append(f"{name}: {_describe(fault, self._came_up(name, fault.slot))}")
         return tuple(told)
+
+    def _lasting(self, name: str, now_ns: int) -> list[Fault]:
+        """The faults of a process that are not over: neither their time, nor as often as they were to act."""
+        return [
+            fault
+            for fault in self._faults.get(name, ())
+            if not 0 < fault.until_ns <= now_ns
+            and not (fault.count and _left(fault, self._came_up(name, fault.slot)) <= 0)
+        ]
 
     def _check_escape(self, request: Inject, chosen: tuple[str, ...]) -> None:
         """A supervisor that hears nothing any more could not be told to stop that, either."""
@@ -161,7 +179,7 @@ class Injector:
 
     def _add(self, name: str, request: Inject, now_ns: int) -> SetFaults:
         kind = WRITTEN[request.kind]
-        known = [f for f in self._faults.get(name, ()) if not 0 < f.until_ns <= now_ns]
+        known = self._lasting(name, now_ns)
         slot = next(n for n in range(FAULTS_MAX + 1) if n not in {f.slot for f in known})
         if slot == FAULTS_MAX:
             raise ConfigError(
@@ -202,13 +220,19 @@ class Injector:
         return min([most, *left])
 
 
-def _describe(fault: Fault) -> str:
+def _left(fault: Fault, came_up: int) -> int:
+    """How often one with a `count` acts yet."""
+    return fault.count - max(0, came_up - (fault.nth - 1))
+
+
+def _describe(fault: Fault, came_up: int) -> str:
     parts = [fault.kind, fault.name]
     if fault.kind == "failpoint":
-        parts += [fault.action, f"from the {fault.nth}. time on" if fault.nth > 1 else ""]
+        late = f"from the {fault.nth}. time on (passed {came_up} times)"
+        parts += [fault.action, late if fault.nth > 1 else ""]
     parts += [
         f"rate {fault.rate:g}" if fault.rate < 1 else "",
-        f"{fault.count} times" if fault.count else "",
+        f"{_left(fault, came_up)} of {fault.count} times left" if fault.count else "",
         f"{fault.ms} ms" if fault.ms else "",
     ]
     return " ".join(part for part in parts if part)
@@ -280,7 +304,7 @@ def targets(kind: str, target: str, names: list[str], rng: random.Random) -> tup
     if kind == "gpu-loss":  # only a worker holds a GPU
         names = [name for name in names if name.startswith("worker-")]
     if target == ALL and kind != "kill":
-        return tuple(name for name in names if kind == "clear" or name != SUPERVISOR)
+        return tuple(n for n in names if kind in ("clear", "list") or n != SUPERVISOR)
     wanted = target.removeprefix(RANDOM)
     # The whole name first: worker-1 is not worker-10.
     found = [name for name in names if name == wanted]

@@ -19,7 +19,7 @@ from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import CONFIG_FILE, NodeConfig
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.failpoints import failpoint
-from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultTable
+from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultRow, FaultTable
 from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import follow_epoch, setup_logging
@@ -189,7 +189,9 @@ class Node:
         self._calm_until_ns = 0
         self._standbys = Standbys()
         self._interrupts = 0
-        self._injector = Injector(config.fault_injection, random.Random(), self._core.processes)
+        self._injector = Injector(
+            config.fault_injection, random.Random(), self._core.processes, self._came_up
+        )
         self._weights: WeightsKeeper | None = None
         self._faults: FaultTable | None = None
         if config.fault_injection:
@@ -490,11 +492,17 @@ class Node:
         send_to(self._watch.socket, identity, encode(reply))
 
     def _set_faults(self, wanted: SetFaults) -> None:
+        self._fault_row(wanted.name).write(wanted.faults, wanted.fresh)
+
+    def _came_up(self, name: str, slot: int) -> int:
+        return self._fault_row(name).count(slot)
+
+    def _fault_row(self, name: str) -> FaultRow:
         assert self._faults is not None
-        index = SUPERVISOR_ROW
-        if wanted.name != SUPERVISOR:
-            index = self._core.processes[wanted.name].spec.index
-        self._faults.row(index).write(wanted.faults, wanted.fresh)
+        if name == SUPERVISOR:
+            return self._faults.row(SUPERVISOR_ROW)
+        process = self._core.processes.get(name) or self._core.changes.retired[name]
+        return self._faults.row(process.spec.index)
 
     def _inspect(self, name: str, incarnation: int) -> None:
         child = self._watch.children.get(name)

@@ -64,6 +64,36 @@ def test_clear_lets_go_on_what_was_stopped_and_list_shows_it() -> None:
     assert armed(0) == ("gateway: drop Tokens rate 0.2",)
 
 
+def test_list_tells_how_often_each_fault_acts_yet_and_a_spent_one_gives_its_place() -> None:
+    came_up = {("worker-1", 0): 0, ("worker-1", 1): 0}
+    one = Injector(True, random.Random(1), LIVING, lambda name, slot: came_up[name, slot])
+    name = "worker.load.after"
+    point = Inject(1, "failpoint", "worker-1", only=name, action="kill", count=2, nth=3)
+    one.handle(point, LIVING, 0)
+    one.handle(Inject(2, "drop", "worker-1", count=5), LIVING, 0)
+
+    def armed() -> tuple[str, ...]:
+        reply, _ = one.handle(Inject(4, "list", "worker-1"), LIVING, 0)
+        assert isinstance(reply, Injected)
+        return reply.armed
+
+    late = f"worker-1: failpoint {name} kill from the 3. time on"
+    assert armed() == (
+        f"{late} (passed 0 times) 2 of 2 times left",
+        "worker-1: drop 5 of 5 times left",
+    )
+    came_up = {("worker-1", 0): 3, ("worker-1", 1): 4}
+    assert armed() == (
+        f"{late} (passed 3 times) 1 of 2 times left",
+        "worker-1: drop 1 of 5 times left",
+    )
+    came_up = {("worker-1", 0): 9, ("worker-1", 1): 5}
+    assert armed() == ()
+    _, (written,) = one.handle(Inject(5, "slow", "worker-1", 7), LIVING, 0)
+    assert isinstance(written, SetFaults)
+    assert written.faults == (Fault(0, "slow", ms=7),) and written.fresh == (0,)
+
+
 def test_only_workers_lose_a_gpu() -> None:
     assert hit("gpu-loss", "worker-0") == ("worker-0",)
     with pytest.raises(ConfigError, match="scheduler-0"):
@@ -194,6 +224,25 @@ def test_a_killed_worker_is_replaced_and_the_others_stay(living: TestNode) -> No
     until(lambda: living.process("worker-1").incarnation == before["worker-1"] + 1)
     after = {p.name: p.incarnation for p in living.wait_healthy().processes}
     assert after == {**before, "worker-1": before["worker-1"] + 1}
+
+
+@pytest.mark.process
+def test_a_failpoint_that_has_acted_is_not_listed_any_more(living: TestNode) -> None:
+    living.wait_healthy()
+    point = "supervisor.spawn.before"
+    living.ask(
+        Inject(14, "failpoint", "supervisor", 1, count=1, only=point, action="sleep"),
+    )
+
+    def armed() -> tuple[str, ...]:
+        reply = living.ask(Inject(int(time.monotonic() * 1e3), "list", "all"))
+        assert isinstance(reply, Injected)
+        return reply.armed
+
+    assert armed() == (f"supervisor: failpoint {point} sleep 1 of 1 times left 1 ms",)
+    os.kill(living.process("eplb").pid, signal.SIGKILL)
+    until(lambda: armed() == ())
+    living.wait_healthy()
 
 
 @pytest.mark.process
