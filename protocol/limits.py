@@ -29,6 +29,7 @@ COMMAND_RETRY_MS = 500
 # Supervision.
 BEAT_PERIOD_MS = 400  # how often a healthy process proves that it is alive
 HEALTH_REPEAT_MS = 2_000  # the gateway is told the node's health again, in case a word was lost
+TROUBLE_MS = 3 * HEALTH_REPEAT_MS  # what a process lacks counts as over when it is not said again
 HANG_MS = 1_500  # a process without progress for this long is killed
 SUSPECT_MS = 450  # of silence, in its own time as far as known: health names it within a second
 STARVED_MS_MAX = (

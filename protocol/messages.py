@@ -658,6 +658,15 @@ class ScrubReport(Message, frozen=True):
     scrubbed: Scrubbed
 
 
+class Trouble(Message, frozen=True):
+    """A process runs but cannot do all that it should: the node's health says so. Repeated every
+    HEALTH_REPEAT_MS as long as that is so; empty: it is over."""
+
+    name: str
+    incarnation: int
+    text: str  # what, where and what to do, for people
+
+
 class StatusQuery(Message, frozen=True):
     call: int
 
@@ -809,7 +818,9 @@ class HandOver(Message, frozen=True):
     timeout_ms: int  # for what is being written to the journal
 
 
-ToSupervisor = Ready | Progress | ScrubReport | StatusQuery | Shutdown | Inject | Scale | Restart
+ToSupervisor = (
+    Ready | Progress | ScrubReport | Trouble | StatusQuery | Shutdown | Inject | Scale | Restart
+)
 FromSupervisor = (
     TopologyChanged
     | HealthUpdate

@@ -16,6 +16,7 @@ from phalanx.protocol.limits import (
     KILL_GRACE_MS,
     STOP_ACK_MS,
     TERM_GRACE_MS,
+    TROUBLE_MS,
 )
 from phalanx.protocol.messages import (
     Drain,
@@ -52,6 +53,7 @@ from phalanx.supervisor.events import (
     Stranded,
     Sweep,
     Tell,
+    Troubled,
 )
 from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
 from phalanx.supervisor.patience import Patience
@@ -114,6 +116,7 @@ class SupervisorCore:
         if self.stage in (NodeStage.RUNNING, NodeStage.DRAINING):
             actions += self._spawn_due(now_ns)
             actions += self._find_hung(now_ns)
+            self._forget_troubles(now_ns)
             if now_ns - self._health_said_ns >= HEALTH_REPEAT_MS * _MS:
                 actions += self._send_health()
                 self._health_said_ns = now_ns
@@ -122,6 +125,13 @@ class SupervisorCore:
         actions += self.changes.step(now_ns)
         actions += self._shutdown_step(now_ns)
         return actions + self._after(actions, now_ns)
+
+    def _forget_troubles(self, now_ns: int) -> None:
+        """The word that one is over may have been lost."""
+        for process in self.processes.values():
+            text, heard_ns = process.trouble
+            if text and now_ns - heard_ns > TROUBLE_MS * _MS:
+                process.trouble = "", now_ns
 
     def _forgive(self, now_ns: int) -> None:
         """We ourselves did not run for a while (a paused container, a loaded machine): what looks like
@@ -175,6 +185,9 @@ class SupervisorCore:
                 return []
             case Inspected():
                 return self._inspected(process, event, now_ns)
+            case Troubled():
+                process.trouble = event.text, now_ns
+                return []
             case _:
                 assert_never(event)
 
@@ -184,7 +197,7 @@ class SupervisorCore:
         if any(isinstance(action, SetEpoch | Publish) for action in actions):
             told += self._notify()
         reasons = tuple(self.reasons())
-        if not reasons and self.ready_s < 0:
+        if self.ready_s < 0 and not self.missing():
             self.ready_s = (now_ns - self.started_ns) / 1e9
             told.append(Tell("node ready", text=f"{self.ready_s:.2f} s"))
         health = (not reasons, self.group.epoch, reasons)
@@ -219,6 +232,7 @@ class SupervisorCore:
         process.incarnation += 1
         process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
         process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
+        process.trouble = "", now_ns
         process.pid = process.beat_ns = process.progress = process.kill_ns = 0
         process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
         spec = process.spec
@@ -384,7 +398,8 @@ class SupervisorCore:
 
     def reasons(self) -> list[str]:
         """Why the node is not healthy, naming processes; empty when it is."""
-        return [*self.missing(), *self._files, *(_told(finding) for finding in self.findings())]
+        troubles = [p.trouble[0] for p in self.processes.values() if p.alive and p.trouble[0]]
+        return [*self.missing(), *self._files, *troubles, *map(_told, self.findings())]
 
     def missing(self) -> list[str]:
         """What keeps the node from working as a whole."""

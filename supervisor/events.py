@@ -111,6 +111,15 @@ class ScrubHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class Troubled:
+    """What the process cannot do though it runs, for people; empty: it can again."""
+
+    name: str
+    incarnation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class FilesMissing:
     """What somebody has deleted from the run directory under the running node, for people; empty: nothing,
     or it is there again."""
@@ -147,6 +156,7 @@ Event = (
     | AcksSeen
     | Stranded
     | ScrubHeard
+    | Troubled
     | FilesMissing
     | ChangeAsked
     | ShutdownAsked

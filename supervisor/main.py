@@ -36,6 +36,7 @@ from phalanx.protocol.messages import (
     ShutdownDone,
     StatusQuery,
     ToSupervisor,
+    Trouble,
 )
 from phalanx.protocol.queues import count_held
 from phalanx.supervisor.core import SupervisorCore, describe_end
@@ -67,6 +68,7 @@ from phalanx.supervisor.events import (
     Stranded,
     Sweep,
     Tell,
+    Troubled,
 )
 from phalanx.supervisor.files import Files
 from phalanx.supervisor.group import Placements
@@ -318,6 +320,8 @@ class Node:
                 self._events.append(BecameReady(name, incarnation, fingerprint))
             case Progress(name, incarnation, phase, fraction) if name in self._core.processes:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
+            case Trouble(name, incarnation, text):
+                self._events.append(Troubled(name, incarnation, text))
             case ScrubReport(scrubbed):
                 self._events.append(ScrubHeard(scrubbed))
             case StatusQuery(call):

@@ -47,6 +47,10 @@ class Process:
     ended: str = ""  # why its last incarnation ended, for people
     silent: str = ""  # it seems to hang, for people; empty: it does not
     lacks: str = ""  # what its last incarnation could not start without, for people
+    trouble: tuple[str, int] = (
+        "",
+        0,
+    )  # what it cannot do though it runs, for people; since when said
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
     # A change that was asked for decides what follows its end, which is no failure either.

@@ -35,6 +35,7 @@ from phalanx.services.gateway.entries import (
 
 VERSION = 3  # 1 had no table of tokens, 2 none of scores
 _KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
+_ROOM_BYTES = 1 << 20  # must be free for a journal that failed to count as well again
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests
     (id TEXT PRIMARY KEY, created REAL, touched REAL, n INTEGER, fingerprint TEXT, entry BLOB)
@@ -118,6 +119,21 @@ class Journal:
                 _apply(db, op, now_s)
             failpoint("gateway.journal.before_commit")
         failpoint("gateway.journal.after_sync")
+
+    def probe(self) -> None:
+        """Find out whether something could be written. Raises sqlite3.Error or OSError.
+
+        The file may have room of its own for a small change while its disk has none for a request.
+        """
+        faults.check_disk("journal")
+        room = self._path.with_name(f"{self._path.name}.room")
+        fd = os.open(room, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _ROOM_BYTES)
+        finally:
+            os.close(fd)
+            room.unlink()
+        self._open().execute(f"PRAGMA user_version={VERSION}")
 
     def move_aside(self, why: str) -> None:
         """Keep the unreadable file for people, and start an empty one."""
@@ -220,6 +236,7 @@ class JournalWriter:
         self._thread.start()
 
     def submit(self, number: int, ops: list[Op]) -> None:
+        """With no operations: only find out whether it can be written (with what is late, if there is any)."""
         self._batches.put((number, ops))
 
     def results(self) -> list[Written]:
@@ -254,7 +271,7 @@ class JournalWriter:
                 if more is None:
                     last = True
                     break
-                number = more[0]
+                number = max(number, more[0])
                 ops = ops + more[1]
             self._results.put(self._write(number, ops))
             self._wake()
@@ -266,7 +283,10 @@ class JournalWriter:
         failure, lost = "", False
         try:
             try:
-                self._journal.write(ops, time.time())
+                if ops:
+                    self._journal.write(ops, time.time())
+                else:
+                    self._journal.probe()
             except sqlite3.OperationalError as error:  # disk full, a lock: the file itself is sound
                 failure = str(error)
             except sqlite3.DatabaseError as error:

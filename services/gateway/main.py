@@ -1,5 +1,6 @@
 """The gateway's shell: sockets, the journal's thread, the clock. It decides nothing."""
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,12 @@ from secrets import randbits
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.errors import DecodeError
 from phalanx.protocol.failpoints import failpoint
-from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX, DRAIN_MS, MESSAGE_BYTES_MAX
+from phalanx.protocol.limits import (
+    BUS_MESSAGE_BYTES_MAX,
+    DRAIN_MS,
+    HEALTH_REPEAT_MS,
+    MESSAGE_BYTES_MAX,
+)
 from phalanx.protocol.link import (
     bind_router,
     close_all,
@@ -29,6 +35,7 @@ from phalanx.protocol.messages import (
     HandOver,
     HealthUpdate,
     Submit,
+    Trouble,
 )
 from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, endpoint
 from phalanx.protocol.service import Service
@@ -41,6 +48,7 @@ from phalanx.services.model_limits import read_model
 MS = 1_000_000
 MESSAGES_PER_TURN = 512
 LAST_WORDS_NS = 1_000 * MS  # after the drain's end, for clients to take their finals
+PROBE_NS = 1_000 * MS  # between two tries of a journal that cannot be written
 SEAT_DEPTH = 4  # sequences given to a rank, in multiples of those it runs at a time
 
 
@@ -57,6 +65,8 @@ class Gateway:
         self._drain_until_ns: int | None = None
         self._end_ns: int | None = None
         self._hand_over_until_ns: int | None = None
+        self._failure = ""  # why the journal cannot be written
+        self._probe_at_ns = self._say_at_ns = 0
         self.clients = bind_router(endpoint(run_dir, CLIENT_SOCKET), MESSAGE_BYTES_MAX)
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.journal, self._waker = thread_pair("journal")
@@ -90,13 +100,37 @@ class Gateway:
     def on_journal(self) -> None:
         receive(self.journal, MESSAGES_PER_TURN)
         for written in self._writer.results():
-            if written.failure:
-                self._service.log.error("the journal cannot be written", error=written.failure)
+            self._note_failure(written.failure)
             failpoint("gateway.accept.after_sync")
             now_ns = time.monotonic_ns()
             self._core.on_journal(written.number, written.failure, now_ns)
             if written.lost:
                 self._core.on_journal_lost(now_ns)
+
+    def _note_failure(self, failure: str) -> None:
+        """Of the journal; empty: it was written."""
+        if failure == self._failure:
+            return
+        if failure:
+            self._service.log.error("the journal cannot be written", error=failure)
+        else:
+            self._service.log.info("the journal can be written again")
+        self._failure, self._say_at_ns = failure, 0
+        if not failure:
+            self._say_trouble("")
+
+    def _look_at_journal(self, now_ns: int) -> None:
+        """While it cannot be written: try it again, though nobody may ask for it, and say so."""
+        if self._failure and now_ns >= self._probe_at_ns:
+            self._probe_at_ns = now_ns + PROBE_NS
+            self._writer.submit(0, [])
+        if self._failure and now_ns >= self._say_at_ns:
+            self._say_at_ns = now_ns + HEALTH_REPEAT_MS * MS
+            self._say_trouble(told_failure(self._service.run_dir / JOURNAL_FILE, self._failure))
+
+    def _say_trouble(self, text: str) -> None:
+        name, incarnation = self._service.name, self._service.incarnation
+        send(self._service.supervisor, encode(Trouble(name, incarnation, text)))
 
     def on_supervisor(self, message: FromSupervisor) -> None:
         match message:
@@ -115,6 +149,7 @@ class Gateway:
     def tick(self, now_ns: int) -> float:
         """Let the core act on what came, and carry out what it says."""
         self._look_at_topology()
+        self._look_at_journal(now_ns)
         self._core.turn(now_ns)
         for peer, message in self._core.take_bus():
             if isinstance(message, Submit):
@@ -189,6 +224,19 @@ class Gateway:
             self._topology_version = version
             if topology is not None:
                 self._core.on_topology(topology, time.monotonic_ns())
+
+
+def told_failure(path: Path, failure: str) -> str:
+    """For people: what a journal that cannot be written means, and what to do."""
+    try:
+        disk = os.statvfs(path.parent)
+        free = f"{disk.f_bavail * disk.f_frsize} bytes are free there"
+    except OSError as error:
+        free = f"its disk does not answer: {error.strerror}"
+    return (
+        f"the journal {path} cannot be written ({failure}; {free}): new requests are refused until it can,"
+        " those that run go on; make room on that disk"
+    )
 
 
 def settings_of(service: Service) -> Settings:

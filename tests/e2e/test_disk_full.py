@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.node import PHALANX, Node
+from e2e.node import PHALANX, Node, wait_for
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Client, Spec
@@ -73,6 +73,11 @@ def node() -> Iterator[Node]:
         shutil.rmtree(run_dir)
 
 
+def reasons(node: Node) -> tuple[str, ...]:
+    with Client(node.run_dir) as client:
+        return client.health().reasons
+
+
 def test_a_rank_and_the_gateway_fall_while_the_disk_is_full(node: Node) -> None:
     before = node.run(_SPECS)
     pids = node.pids()
@@ -96,9 +101,12 @@ def test_a_rank_and_the_gateway_fall_while_the_disk_is_full(node: Node) -> None:
 
     try:
         assert node.run(_SPECS, fall) == before, "what was accepted before is served"
-        node.wait_healthy(180)
+        wait_for(lambda: len(reasons(node)) == 1, 180, "whole but for the disk")
+        assert f"{node.run_dir}/journal.sqlite cannot be written" in reasons(node)[0]
+        print(reasons(node))
     finally:
         greedy.stop()
+    node.wait_healthy()
     assert node.run(_SPECS) == before
     now = node.pids()
     assert now["worker-0"] == pids["worker-0"] and now["worker-1"] != pids["worker-1"]

@@ -15,6 +15,7 @@ from phalanx.protocol.messages import (
     FromSupervisor,
     ToSupervisor,
 )
+from phalanx.protocol.rundir import JOURNAL_FILE
 from phalanx.services.client import Client
 from phalanx.testing.node import Node
 
@@ -84,9 +85,14 @@ def test_a_full_disk_refuses_new_requests_and_lets_running_ones_go_on(
         with Client(node.run_dir) as client, pytest.raises(Refused) as refused:
             client.generate("Hello", timeout=30, seed=1, max_tokens=4).results()
         assert refused.value.code is Code.OVERLOADED and refused.value.retry_after_ms > 0
+        wait_for(lambda: str(node.run_dir / JOURNAL_FILE) in reasons(), 20, "told by the health")
+        assert "bytes are free there" in reasons() and "make room on that disk" in reasons()
+        assert not node.look().healthy
 
-    control.check_run(full)
-    node.clear("gateway")
+    def reasons() -> str:
+        return next(p.detail for p in node.look().processes if p.name == "supervisor")
+
+    control.check_run(full)  # and it is healthy again once it can be written, though nobody asks
     with Client(node.run_dir) as client:
         assert client.generate("Hello", timeout=30, seed=1, max_tokens=4).results()
 

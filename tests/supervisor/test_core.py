@@ -20,6 +20,7 @@ from phalanx.protocol.limits import (
     STARVED_MS_MAX,
     STOP_ACK_MS,
     TERM_GRACE_MS,
+    TROUBLE_MS,
 )
 from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
 from phalanx.protocol.topology import Topology
@@ -44,7 +45,9 @@ from phalanx.supervisor.events import (
     SetEpoch,
     ShutdownAsked,
     Spawn,
+    Spawned,
     Tell,
+    Troubled,
 )
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Stage
@@ -741,3 +744,30 @@ def test_deleted_files_are_told_until_they_are_back() -> None:
     )
     story.feed(FilesMissing(()))
     assert story.core.reasons() == []
+
+
+def test_health_tells_what_a_process_cannot_do_until_it_can() -> None:
+    story = running()
+    full = "the journal j.sqlite cannot be written (disk full; 0 bytes are free there)"
+    story.feed(Troubled("gateway", 1, full))
+    assert story.core.reasons() == [full] and story.core.missing() == []
+    (update,) = [a.message for a in story.take(Send) if isinstance(a.message, HealthUpdate)]
+    assert not update.healthy and update.reasons == (full,)
+    story.feed(Troubled("gateway", 1, ""))
+    assert story.core.reasons() == []
+    story.feed(Troubled("gateway", 1, full)).wait(TROUBLE_MS - 200)
+    assert story.core.reasons() == [full]
+    story.wait(400)
+    assert story.core.reasons() == [], "the word that it is over may get lost"
+    story.feed(Troubled("gateway", 1, full)).dies("gateway").wait(200).ready("gateway")
+    assert story.core.reasons() == [], "its successor has not said so"
+    story.feed(Troubled("gateway", 1, full))
+    assert story.core.reasons() == []
+
+
+def test_a_node_is_up_though_one_of_its_processes_lacks_something() -> None:
+    story = Story()
+    names = list(story.core.processes)
+    story.feed(*(Spawned(name, 1, 7) for name in names), Troubled("gateway", 1, "no disk"))
+    story.ready(*names).acks(go=2)
+    assert story.core.ready_s >= 0 and story.core.reasons() == ["no disk"]

@@ -1,5 +1,6 @@
 """What the journal calls durable survives kill -9; a bad or full disk never stops the gateway."""
 
+import errno
 import os
 import resource
 import signal
@@ -220,6 +221,49 @@ def test_a_full_disk_fails_new_requests_and_keeps_ends_for_later(tmp_path: Path)
     recovered = {one.entry.request_id: one for one in open_journal(path).load(1000.0)}
     assert big.request_id not in recovered and entry(8).request_id in recovered
     assert recovered[entry(1).request_id].finals == {0: final(1, 0)}
+
+
+def test_a_journal_that_failed_is_tried_again_though_nobody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has room for a small change while its disk has none for a request: that is not enough."""
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(i)) for i in range(5)], 1000.0)
+    writer = Writer(journal)
+    assert writer.write(1, []) == ""
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert "No space left" in writer.write(2, [])
+    monkeypatch.undo()
+    assert writer.write(3, []) == ""
+    writer.writer.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["j.sqlite"], "nothing else stays"
+    assert len(open_journal(path).load(1000.0)) == 5
+
+
+def test_a_try_does_not_hide_that_a_request_is_written(tmp_path: Path) -> None:
+    """Both may be taken at once, and the number told is that of the request."""
+    woken = threading.Event()
+    journal = open_journal(tmp_path / "j.sqlite")
+    gate = threading.Event()
+    right = journal.probe
+
+    def slow() -> None:
+        assert gate.wait(10)
+        right()
+
+    journal.probe = slow  # type: ignore[method-assign]
+    writer = JournalWriter(journal, woken.set)
+    writer.submit(0, [])
+    writer.submit(4, [Accept(entry(4))])
+    writer.submit(0, [])
+    gate.set()
+    writer.close()
+    assert writer.results()[-1] == (4, "")
 
 
 def test_a_journal_that_breaks_while_open_is_replaced(tmp_path: Path) -> None:
