@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from rich.text import Text
 
 from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError, Refused
+from phalanx.protocol.limits import HAND_OVER_MS, RESTART_DELAY_MS_MAX, TERM_GRACE_MS
 from phalanx.protocol.messages import Delta, Usage
 from phalanx.protocol.rundir import CLIENT_SOCKET, is_running
 from phalanx.services.client import Client, RequestTimeout, Result, Spec, Stream
@@ -30,6 +31,9 @@ from phalanx.supervisor.commands.common import (
 from phalanx.supervisor.commands.node import private_node
 from phalanx.supervisor.commands.prompts import BadLine, parse_file, parse_texts, sampling_options
 
+# A gateway that is replaced hands over and starts, or comes back after many deaths (`protocol/limits.py`).
+GATEWAY_S = (HAND_OVER_MS + TERM_GRACE_MS + RESTART_DELAY_MS_MAX) / 1000 + 7.0
+_POLL_S = 0.02
 _BAD_INPUT = (Code.BAD_REQUEST, Code.TOO_LARGE, Code.UNKNOWN_MODEL)
 
 
@@ -92,15 +96,20 @@ def generate(
         finish(worst)
 
 
-def open_client(run_dir: Path) -> Client:
-    if not is_running(run_dir):
-        raise NoNode(run_dir)
-    if not (run_dir / CLIENT_SOCKET).exists():
-        raise PhalanxError(
-            f"the node in {run_dir} has no {CLIENT_SOCKET}: it is starting (phalanx status), or its"
-            " gateway is just replaced, or the socket was deleted and is bound anew: try again"
-        )
-    return Client(run_dir)
+def open_client(run_dir: Path, wait_s: float = GATEWAY_S) -> Client:
+    """A client of the node there, once it has a gateway. Raises NoNode, or PhalanxError when there is no
+    gateway for so long."""
+    deadline = time.monotonic() + wait_s
+    while is_running(run_dir):
+        if (run_dir / CLIENT_SOCKET).exists():
+            return Client(run_dir)
+        if time.monotonic() >= deadline:
+            raise PhalanxError(
+                f"the node in {run_dir} has had no {CLIENT_SOCKET} for {wait_s:g} s: its gateway is not"
+                " there yet, or does not start; `phalanx status` says why"
+            )
+        time.sleep(_POLL_S)
+    raise NoNode(run_dir)
 
 
 def document(position: int, result: Result) -> dict[str, Any]:

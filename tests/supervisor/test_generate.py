@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
 
-from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.errors import ExitCode, PhalanxError
 from phalanx.protocol.rundir import CLIENT_SOCKET, endpoint, prepare
+from phalanx.supervisor.ask import NoNode
+from phalanx.supervisor.commands.generate import open_client
 from phalanx.supervisor.lock import NodeLock
 
 
@@ -30,10 +33,31 @@ def generate(run_dir: Path, *more: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_a_missing_socket_is_not_a_missing_node(run_dir: Path) -> None:
-    done = generate(run_dir)
-    assert done.returncode == ExitCode.UNHEALTHY
-    assert f"the node in {run_dir} has no {CLIENT_SOCKET}" in done.stderr
-    assert "no node is running" not in done.stderr
+    with pytest.raises(PhalanxError, match=f"has had no {CLIENT_SOCKET} for 0.1 s") as raised:
+        open_client(run_dir, 0.1)
+    assert not isinstance(raised.value, NoNode)
+
+
+def test_a_gateway_that_is_just_replaced_is_waited_for(run_dir: Path) -> None:
+    """The old one has taken its socket along, the new one has not bound its own."""
+    silent = zmq.Context.instance().socket(zmq.ROUTER)
+    late = threading.Timer(4.0, silent.bind, (endpoint(run_dir, CLIENT_SOCKET),))
+    late.start()
+    try:
+        done = generate(run_dir, "--timeout", "0.2", "--no-stream", "--json")
+    finally:
+        late.join()
+        silent.close(0)
+    assert done.returncode == ExitCode.TIME_LIMIT, done.stderr  # it was asked
+    assert "0.2 s" in json.loads(done.stdout)["error"]
+
+
+def test_a_node_that_ends_meanwhile_is_told(tmp_path: Path) -> None:
+    path = prepare(tmp_path / "node")
+    lock = NodeLock(path)
+    threading.Timer(0.3, lock.release).start()
+    with pytest.raises(NoNode):
+        open_client(path, 20)
 
 
 @pytest.mark.parametrize("more", [["--json"], ["--no-stream"], []])
