@@ -153,7 +153,7 @@ class _Measure:
         self._wanted: dict[tuple[int, int], Sequence] = {}
 
     async def node(self, config: NodeConfig, figures: Figures) -> None:
-        """Make the faults that this node can still take."""
+        """Make the faults that this node can still take, one at least. Raises RuntimeError if it can take none."""
         load = await self._record(config.run_path, figures)
         calm = await play(config.run_path, load)  # also the caches are as the rounds find them
         _compare(calm, self._wanted, load, figures)
@@ -162,6 +162,10 @@ class _Measure:
         ]
         whole_s = calm.first_round_s
         spent: set[str] = set()
+        if not open_to(config.run_path, self.todo[0], spent):
+            living = ", ".join(p.name for p in status(config.run_path).processes)
+            text = f"no {self.todo[0]} is alive in a node that is ready, so none can fall"
+            raise RuntimeError(f"{text}; there are: {living}")
         while self.todo and (victims := open_to(config.run_path, self.todo[0], spent)):
             load = Load(load.specs, going_on=True)
             playing = asyncio.create_task(play(config.run_path, load))

@@ -1,14 +1,19 @@
 """The recovery benchmark reads changes of the group right, compares every stream, and kills for real."""
 
+import contextlib
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from phalanx.bench import recovery, recovery_fault
 from phalanx.bench.recovery import Figures, _account, _compare, run
 from phalanx.bench.recovery_fault import Fault
 from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
 from phalanx.bench.recovery_watch import Change, Mark, changes_in, members_of
-from phalanx.protocol.messages import Sampling
+from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.messages import ProcessStatus, Sampling, StatusReply
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Spec
 
@@ -85,6 +90,33 @@ def test_gaps_are_of_the_victims_kind_and_of_who_ran_on_its_rank() -> None:
     gaps = figures.gaps["scheduler"]
     assert (gaps.moved, gaps.survivors, gaps.begun, gaps.whole) == ([250], [20], [230], [300])
     assert figures.phases == {} and figures.pauses == {}, "the group did not change"
+
+
+def test_a_victim_that_is_never_alive_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not in the node that is started for it, nor would it be in the next one."""
+    started: list[int] = []
+
+    @contextlib.contextmanager
+    def node(*arguments: object, **named: object) -> Iterator[tuple[NodeConfig, None]]:
+        started.append(1)
+        assert len(started) < 3, "nodes without end"
+        yield NodeConfig(run_dir="/tmp/none"), None
+
+    async def play(run_dir: Path, load: Load) -> Played:
+        done = [Sequence(at, 0, tokens=[7], finish="length") for at in range(len(load.specs))]
+        return Played(done, 1.0)
+
+    process = ProcessStatus("worker-0", 1, "ready", 0, 0, 1)
+    reply = StatusReply(1, True, 2, (), (process,), "", "", 1.0, (), (), "")
+    monkeypatch.setattr(recovery, "private_node", node)
+    monkeypatch.setattr(recovery, "play", play)
+    for module in (recovery, recovery_fault):
+        monkeypatch.setattr(module, "status", lambda run_dir: reply)
+    figures = run(kills=2, streams=1, victims=("eplb",))
+    assert figures["failed"] == (
+        "RuntimeError: no eplb is alive in a node that is ready, so none can fall; there are: worker-0"
+    )
+    assert len(started) == 1 and figures["kills"] == 0
 
 
 @pytest.mark.process
