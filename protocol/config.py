@@ -256,8 +256,18 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Write it to the run directory, whole or not at all. Returns the path."""
         path = self.run_path / name
         scratch = path.with_suffix(".tmp")
-        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2))
+        scratch.write_bytes(self._text())
         return scratch.replace(path)
+
+    def is_saved(self) -> bool:
+        """Whether the run directory has it as it is here."""
+        try:
+            return (self.run_path / CONFIG_FILE).read_bytes() == self._text()
+        except OSError:
+            return False
+
+    def _text(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
 
 def load_config(run_dir: Path) -> NodeConfig:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import click
 import zmq
@@ -186,7 +187,10 @@ def run(serve: Callable[[Service], None]) -> None:
             if not os.read(0, 1):
                 os._exit(ExitCode.OK)  # not needed any more
             set_process_name(name)
-        config = load_config(run_dir)
+        try:
+            config = load_config(run_dir)
+        except ConfigError as error:
+            _end_misconfigured(setup_logging(run_dir, name, incarnation, "info"), error)
         log = setup_logging(run_dir, name, incarnation, config.log_level)
         board = Board.attach(config.node)
         board.processes[index].mark.hold()
@@ -205,8 +209,7 @@ def run(serve: Callable[[Service], None]) -> None:
         try:
             serve(service)
         except ConfigError as error:
-            log.error("cannot run as configured", error=str(error))
-            sys.exit(ExitCode.BAD_INPUT)
+            _end_misconfigured(log, error)
         except NoRoom as error:
             log.error("no room", error=str(error))
             os._exit(ExitCode.NO_ROOM)
@@ -219,6 +222,11 @@ def run(serve: Callable[[Service], None]) -> None:
         os._exit(ExitCode.OK)  # everything is closed; unloading libraries would only cost time
 
     command()
+
+
+def _end_misconfigured(log: Logger, error: ConfigError) -> NoReturn:
+    log.error("cannot run as configured", error=str(error))
+    sys.exit(ExitCode.BAD_INPUT)
 
 
 def _obey_signals(service: Service) -> None:

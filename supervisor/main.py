@@ -239,9 +239,8 @@ class Node:
         try:
             if self._lock.restore():
                 self._log.warning("the node's lock was deleted", error="made anew")
-            if not (self._config.run_path / CONFIG_FILE).exists():  # who starts later reads it
-                self._config.save()
-                self._log.warning("the node's configuration was deleted", error="written anew")
+            if not (self._run_dir / CONFIG_FILE).exists():
+                self._keep_config()
             if names := self._files.bring_back():
                 self._log.warning("files were deleted", names=names, error="written anew")
         except OSError:
@@ -250,6 +249,17 @@ class Node:
         if missing != self._files_missing:
             self._files_missing = missing
             self._events.append(FilesMissing(missing))
+
+    def _keep_config(self) -> None:
+        """Who starts reads it: it is the one that the others run with, whatever somebody did to the file."""
+        if self._config.is_saved():
+            return
+        try:
+            self._config.save()
+            told = "written anew"
+        except OSError as error:
+            told = str(error)
+        self._log.warning("the node's configuration was deleted or changed", error=told)
 
     # ------------------------------------------------------------ what happens
 
@@ -468,6 +478,7 @@ class Node:
     def _spawn(self, name: str, incarnation: int) -> None:
         spec = self._core.processes[name].spec
         failpoint("supervisor.spawn.before")
+        self._keep_config()
         self._board.processes[spec.index].clear()
         if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
             row = self._board.seats[spec.seat]

@@ -24,7 +24,7 @@ import msgspec
 
 from phalanx.protocol.arena import HEADER_BYTES, SHM, Arena, arena_name, write_header
 from phalanx.protocol.config import load_config
-from phalanx.protocol.errors import ArenaError, ExitCode, NoRoom
+from phalanx.protocol.errors import ArenaError, ExitCode, NoRoom, PhalanxError
 from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
 from phalanx.worker_svc.model.weights_hash import small_files, weights_hash
 
@@ -146,7 +146,7 @@ def main(run_dir: Path, fd: int) -> None:
     started = time.monotonic()
     try:
         nbytes = fill(fd, load_config(run_dir).model_path)
-    except (OSError, ArenaError) as error:
+    except (OSError, PhalanxError) as error:
         _say({"held": False, "reason": str(error)})
         sys.exit(ExitCode.UNHEALTHY)
     _say({"held": True, "bytes": nbytes, "s": round(time.monotonic() - started, 3)})

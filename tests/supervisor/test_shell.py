@@ -235,6 +235,16 @@ def test_a_restart_that_is_said_again_does_not_keep_successors_away(living: Test
     assert {type(answer) for answer in answers} == {Restarted}
 
 
+def test_a_configuration_that_somebody_breaks_costs_no_later_start(living: TestNode) -> None:
+    config = living.run_dir / "config.json"
+    living.wait_healthy()
+    right = config.read_text()
+    config.write_text(right.replace('"ranks"', '"ranks": "many", "x"'))
+    os.kill(living.process("worker-0").pid, signal.SIGKILL)
+    until(lambda: config.read_text() == right)
+    living.wait_healthy()
+
+
 def test_bad_input_ends_the_node_and_says_why(node: TestNode) -> None:
     node.behave("kvstore", "bad input")
     node.start()
