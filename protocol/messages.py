@@ -209,11 +209,13 @@ class Difference(msgspec.Struct, frozen=True):
 
 class ReplayedSequence(msgspec.Struct, frozen=True):
     index: int
-    tokens: int  # of the outputs delivered: so many were made again
+    tokens: int  # of the outputs delivered: so many were made again, and compared
     compared: Literal["tokens", "digest"]  # digest: the tokens themselves are no longer kept
     logprobs: int  # outputs whose log-probabilities were compared as well
     seat: int  # that ran it, at last
     difference: Difference | None = None
+    # Why this run ended before all was made again (scheduler.preempt: stop); empty: it did not.
+    ended_early: str = ""
 
 
 class Replayed(Message, frozen=True):

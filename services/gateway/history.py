@@ -48,12 +48,17 @@ class PastSequence:
         return _LOGPROBS.decode(self.logprobs) if self.logprobs else ()
 
     def difference(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], error: str = ""
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        error: str = "",
+        early: bool = False,
     ) -> Difference | None:
         """Where a second run departs from this one, first of all.
 
         Args:
             error: why the second run did not come to its end by itself.
+            early: it was ended to make room for others, which is no difference: what there is, is compared.
         """
         count = self.final.offset
         if error:
@@ -71,7 +76,7 @@ class PastSequence:
             if at < len(told) and (at >= len(logprobs) or logprobs[at] != told[at]):
                 again = repr(logprobs[at]) if at < len(logprobs) else "none"
                 return Difference(at, "logprobs", repr(told[at]), again)
-        if len(tokens) != count:
+        if len(tokens) != count and not (early and len(tokens) < count):
             return Difference(min(count, len(tokens)), "length", str(count), str(len(tokens)))
         return None
 

@@ -113,13 +113,16 @@ class Replays:
 
 
 def _compared(past: PastSequence, stream: Stream) -> ReplayedSequence:
-    end = stream.end
+    end, count, delivered = stream.end, len(stream.tokens), past.final.offset
     error = end.error or end.reason if end is not None and end.reason == "error" else ""
+    early = end is not None and end.code is Code.KV_PRESSURE and count < delivered
+    ended = f"after {count} of {delivered} tokens: {end.error}" if early and end is not None else ""
     return ReplayedSequence(
         past.final.index,
-        past.final.offset,
+        min(count, delivered) if early else delivered,
         "digest" if past.tokens is None else "tokens",
-        len(past.token_logprobs()),
+        min(len(past.token_logprobs()), count) if early else len(past.token_logprobs()),
         stream.seat,
-        past.difference(stream.tokens, stream.logprobs, error),
+        past.difference(stream.tokens, stream.logprobs, error, early),
+        ended,
     )

@@ -41,7 +41,8 @@ def replay(
 
     \b
     Tokens are compared, and log-probabilities where they were asked for; when the tokens are no longer
-    kept, their digest. Exit 4 when something differs or the request is not kept any more.
+    kept, their digest. Exit 4 when something differs or the request is not kept any more. A run that is
+    ended early to make room for others (scheduler.preempt: stop) is compared as far as it came.
     """
     if not request_id:
         raise ConfigError("the request id is empty")
@@ -70,6 +71,9 @@ def _show(found: Replayed) -> None:
         rank = str(one.seat) if one.seat >= 0 else "-"
         table.add_row(str(one.index), rank, str(one.tokens), compared, _difference(one))
     console.print(table)
+    for one in found.sequences:
+        if one.ended_early:
+            console.print(f"sequence {one.index} ended early this time, {one.ended_early}")
     if found.fingerprint != found.fingerprint_then:
         console.print(
             f"accepted with numerics {found.fingerprint_then or 'unknown'}, run again with"

@@ -1,6 +1,7 @@
 """A request that has ended is run again and compared: as a story, without sockets."""
 
 import msgspec
+import pytest
 from gateway_desk import CLIENT, MS, Desk
 
 from phalanx.protocol.errors import Code
@@ -113,6 +114,36 @@ def test_a_difference_is_told() -> None:
     found = replayed(desk)
     assert not found.equal and found.request_id == rid
     assert found.sequences[0].difference == Difference(1, "token", "11", "63")
+
+
+@pytest.mark.parametrize(("last", "equal"), [(11, True), (63, False)])
+def test_one_that_is_ended_to_make_room_is_compared_as_far_as_it_came(
+    last: int, equal: bool
+) -> None:
+    """On a node with `scheduler.preempt: stop`, where a stream ends depends on what runs beside it."""
+    desk = Desk()
+    rid, _ = ended(desk)
+    desk.asks(Replay(5, rid))
+    ((seat, again),) = desk.submits()
+    full = (Code.KV_PRESSURE, "the KV pool of 9 blocks is full")
+    desk.produces(seat, again, 0, 10, last, finish="length", seq=50, code=full[0], error=full[1])
+    found = replayed(desk)
+    (one,) = found.sequences
+    assert found.equal is equal and (one.difference is None) is equal
+    assert one.tokens == 2 and one.ended_early == f"after 2 of 3 tokens: {full[1]}"
+
+
+def test_a_digest_alone_is_no_proof_of_a_part() -> None:
+    desk = Desk()
+    rid, _ = ended(desk)
+    desk.passes(61_000)
+    desk.core._history._lighten(rid)
+    desk.clear()
+    desk.asks(Replay(5, rid))
+    ((seat, again),) = desk.submits()
+    desk.produces(seat, again, 0, 10, finish="length", seq=50, code=Code.KV_PRESSURE, error="full")
+    (one,) = replayed(desk).sequences
+    assert one.ended_early and one.difference is not None and one.difference.what == "digest"
 
 
 def test_logprobs_are_compared_bit_for_bit() -> None:
