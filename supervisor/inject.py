@@ -123,10 +123,10 @@ class Injector:
                 return chosen, [*map(self._clear, chosen), *self._go_on(chosen, living)]
             self._check_escape(request, chosen)
             return chosen, [self._add(name, request, now_ns) for name in chosen]
-        names = {*living}
+        there = {*living}
         if kind == "list":  # a fault may wait for a process that is yet to start
-            names |= {name for name in self._faults if self._lasting(name, now_ns)}
-        chosen = targets(kind, request.target, sorted(names), self._rng)
+            there |= {name for name in self._faults if self._lasting(name, now_ns)}
+        chosen = targets(kind, request.target, sorted(there), self._rng)
         number = SIGNALS.get(kind)
         kills = [] if number is None else [Kill(name, living[name], number) for name in chosen]
         for kill in kills:
