@@ -32,7 +32,7 @@ from phalanx.services.gateway.entries import (
     Scored,
     Stamp,
 )
-from phalanx.services.gateway.journal import Journal, JournalWriter
+from phalanx.services.gateway.journal import Journal, JournalWriter, Written
 
 LOG = structlog.get_logger()
 TTL_S = 100.0
@@ -263,7 +263,7 @@ def test_a_try_does_not_hide_that_a_request_is_written(tmp_path: Path) -> None:
     writer.submit(0, [])
     gate.set()
     writer.close()
-    assert writer.results()[-1] == (4, "")
+    assert writer.results()[-1] == Written(4)
 
 
 def test_a_journal_that_breaks_while_open_is_replaced(tmp_path: Path) -> None:
