@@ -58,6 +58,11 @@ def arena_name(node: str, kind: str, incarnation: int | str) -> str:
     return f"ph-{node}-{kind}-{incarnation}"
 
 
+def _taken(path: Path) -> str:
+    whose = "a live process" if _is_ours(path) else "another user"
+    return f"shared memory {path} belongs to {whose}"
+
+
 def _no_room(name: str, total: int, free: int, keep_free: int) -> NoRoom:
     leaves = f" and leaves {math.ceil(keep_free / 2**20)} MiB to others" if keep_free else ""
     return NoRoom(
@@ -93,7 +98,7 @@ class Arena:
             raise _no_room(name, total, free, keep_free)
         path = SHM / name
         if path.exists() and not _remove_if_abandoned(path):
-            raise ArenaError(f"shared memory {path} belongs to a live process")
+            raise ArenaError(_taken(path))
         # It gets its name when it is whole: whoever dies before leaves nothing, not even the memory.
         fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +115,7 @@ class Arena:
         except FileExistsError as error:
             mapping.close()
             os.close(fd)
-            raise ArenaError(f"shared memory {path} belongs to a live process") from error
+            raise ArenaError(_taken(path)) from error
         return cls(name, fd, mapping, owned=True)
 
     @classmethod
@@ -267,17 +272,20 @@ def write_header(mapping: mmap.mmap, nbytes: int, owner: str) -> None:
 
 
 def _remove_if_abandoned(path: Path) -> bool:
-    """Remove the arena unless somebody holds its owner lock. Returns whether it is gone."""
+    """Remove the arena unless somebody holds its owner lock, or it is not ours to remove. Returns whether
+    it is gone."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
+    except OSError:  # of another user, or no file at all: anybody may put anything here
+        return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        path.unlink(missing_ok=True)
+    except OSError:
         return False
     else:
-        path.unlink(missing_ok=True)
         return True
     finally:
         os.close(fd)
@@ -298,4 +306,13 @@ def names(node: str) -> list[str]:
 def _paths(node: str) -> list[Path]:
     # Kinds and incarnations hold no "-", so that the arenas of node "a-b" are not taken for those of "a".
     found = SHM.glob(f"ph-{node}-*")
-    return sorted(path for path in found if path.name.rsplit("-", 2)[0] == f"ph-{node}")
+    alike = (path for path in found if path.name.rsplit("-", 2)[0] == f"ph-{node}")
+    return sorted(path for path in alike if _is_ours(path))
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether it belongs to this user: of what others put here nothing is believed."""
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False

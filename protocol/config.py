@@ -1,5 +1,6 @@
 """The node's configuration: one tree, checked once, written to the run directory, read by every process."""
 
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -294,7 +295,8 @@ def default_run_dir() -> Path:
 
 
 def node_name(run_dir: Path) -> str:
-    """The last part of the run directory: shared-memory names start with `ph-NAME-`.
+    """The last part of the run directory and a digest of all of it: shared-memory names start with
+    `ph-NAME-`, and every user may have a node in a directory that is called the same.
 
     Raises ConfigError when it cannot be part of a file name in /dev/shm.
     """
@@ -304,4 +306,5 @@ def node_name(run_dir: Path) -> str:
             f"the run directory {run_dir} ends in {name!r}: its last part names shared memory, so it"
             " must be 1 to 64 of letters, digits, '.', '_' and '-'"
         )
-    return name
+    whole = os.fsencode(os.path.realpath(run_dir))
+    return f"{name}-{hashlib.sha256(whole).hexdigest()[:8]}"

@@ -142,11 +142,11 @@ def run_processes(
 
 
 def _check_name_free(config: NodeConfig) -> None:
-    """Two run directories may end alike, and shared memory is named after the end."""
+    """Two containers may share /dev/shm and have a run directory each at the same path."""
     if alive := arena.names(config.node):  # what was abandoned has just been swept
         raise NodeBusy(
-            f"another node whose run directory ends in {config.node!r} is running (shared memory"
-            f" {alive[0]} is in use): choose a --run-dir with another last part"
+            f"a node of another run directory at the path {config.run_dir} is running (shared memory"
+            f" {alive[0]} is in use), in another container: choose another --run-dir"
         )
 
 

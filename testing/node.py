@@ -100,11 +100,11 @@ class Node:
 
     def running(self) -> int:
         """Sequences that run now, read from shared memory: fast enough to catch short ones."""
-        return sum(rank["running"] for rank in read_queues(self.run_dir.name)["ranks"])
+        return sum(rank["running"] for rank in read_queues(node_name(self.run_dir))["ranks"])
 
     def whole(self) -> bool:
         """Nothing runs or waits, and every block and slot is back."""
-        found = read_queues(self.run_dir.name)
+        found = read_queues(node_name(self.run_dir))
         return not found["requests"] and all(
             rank["free_blocks"] == rank["total_blocks"] > 0
             and rank["free_slots"] == rank["total_slots"] > 0
@@ -113,7 +113,7 @@ class Node:
 
     def names(self) -> list[str]:
         """What it has in shared memory."""
-        return [p.name for p in Path("/dev/shm").glob(f"ph-{self.run_dir.name}-*")]
+        return [p.name for p in Path("/dev/shm").glob(f"ph-{node_name(self.run_dir)}-*")]
 
     def run(
         self,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.protocol.arena import names
+from phalanx.protocol.config import node_name
 from phalanx.protocol.rundir import is_running
 
 PHALANX = [sys.executable, "-P", "-m", "phalanx.supervisor.cli"]
@@ -28,6 +29,9 @@ def test_a_killed_benchmark_leaves_nothing(part: tuple[str, ...], tmp_path: Path
         bench.kill()
         bench.wait()
     deadline = time.monotonic() + _WAIT_S
-    while left := [*tmp_path.glob("*"), *(name for path in alive for name in names(path.name))]:
+    while left := [
+        *tmp_path.glob("*"),
+        *(name for path in alive for name in names(node_name(path))),
+    ]:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from e2e.node import Node, wait_for
+from phalanx.protocol.config import node_name
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Sampling
 from phalanx.protocol.queues import read_queues
@@ -46,10 +47,10 @@ def test_a_rank_lost_under_full_queues_loses_no_stream(
 
     def held() -> Counter[int]:
         """Sequences by rank."""
-        return Counter(r["slot"] for r in read_queues(node.run_dir.name)["requests"])
+        return Counter(r["slot"] for r in read_queues(node_name(node.run_dir))["requests"])
 
     def full() -> bool:
-        ranks = read_queues(node.run_dir.name)["ranks"]
+        ranks = read_queues(node_name(node.run_dir))["ranks"]
         return all((r["running"], r["waiting"]) == (2, CAPACITY - 2) for r in ranks)
 
     def fall() -> None:

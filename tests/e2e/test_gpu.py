@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from e2e.node import wait_for
+from phalanx.protocol.config import node_name
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.messages import Sampling
 from phalanx.protocol.queues import read_queues
@@ -123,7 +124,7 @@ def logged(node: Node, event: str) -> list[dict[str, str]]:
 
 def steps(node: Node) -> tuple[int, int]:
     """Median and 99th percentile of rank 0's last 256 steps, in microseconds."""
-    rank, *_ = read_queues(node.run_dir.name)["ranks"]
+    rank, *_ = read_queues(node_name(node.run_dir))["ranks"]
     return rank["step_us_p50"], rank["step_us_p99"]
 
 

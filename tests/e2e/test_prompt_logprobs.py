@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2e.node import Node, assert_whole, wait_for
+from phalanx.protocol.config import node_name
 from phalanx.protocol.queues import read_queues
 from phalanx.services.client import Client, Result
 
@@ -70,7 +71,7 @@ def test_small_steps_and_a_killed_worker_change_nothing(
         stream.accepted()
         # Questions make the client read what has come.
         wait_for(lambda: bool(client.stats() and stream.prompt_logprobs), 60, "the first ones")
-        (seat,) = [row["slot"] for row in read_queues(small.run_dir.name)["requests"]]
+        (seat,) = [row["slot"] for row in read_queues(node_name(small.run_dir))["requests"]]
         os.kill(pids[f"worker-{seat}"], signal.SIGKILL)
         assert len(stream.prompt_logprobs) < len(PROMPT)
         assert told(stream.results()[0]) == told(quiet)

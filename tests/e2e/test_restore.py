@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from e2e.node import Node, assert_whole, tokens, wait_for
+from phalanx.protocol.config import node_name
 from phalanx.protocol.queues import read_queues
 
 pytestmark = pytest.mark.process
@@ -83,7 +84,7 @@ def test_streams_of_a_killed_worker_take_up_their_prompts(node: Node) -> None:
     thread.start()
 
     def decoding() -> set[tuple[int, str]]:
-        held = read_queues(node.run_dir.name)["requests"]
+        held = read_queues(node_name(node.run_dir))["requests"]
         return {(r["slot"], r["request_id"]) for r in held if r["phase"] == "decode"}
 
     wait_for(lambda: len(decoding()) == 4 and records(node) >= before + 20, 60, "stored prompts")
@@ -91,7 +92,7 @@ def test_streams_of_a_killed_worker_take_up_their_prompts(node: Node) -> None:
     os.kill(victim, signal.SIGKILL)
 
     def loaded() -> set[str]:
-        held = read_queues(node.run_dir.name)["requests"]
+        held = read_queues(node_name(node.run_dir))["requests"]
         return {r["request_id"] for r in held if r["slot"] == 0 and r["cached_tokens"] >= 512}
 
     wait_for(lambda: moved <= loaded(), 60, "loaded prompts")

@@ -8,6 +8,7 @@ import pytest
 from e2e.field import specs
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.board import Board
+from phalanx.protocol.config import node_name
 from phalanx.testing.node import Node
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -18,11 +19,13 @@ def test_stores_into_the_regions_of_an_old_epoch_change_no_token(phalanx_node: N
     end from the moment that the next epoch runs until the lost rank is back in its place."""
     node, requests = phalanx_node, specs(24)
     fault_free = node.run(requests)
-    board = Board.attach(node.run_dir.name)
+    board = Board.attach(node_name(node.run_dir))
     topology = board.topology()
     assert topology is not None and topology.members() == [0, 1]
     names = [
-        arena_name(node.run_dir.name, f"xch{s.seat}", f"{s.worker_incarnation}.{topology.epoch}")
+        arena_name(
+            node_name(node.run_dir), f"xch{s.seat}", f"{s.worker_incarnation}.{topology.epoch}"
+        )
         for s in topology.seats
     ]
     regions = [Arena.attach(name) for name in names]

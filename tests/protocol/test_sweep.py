@@ -5,10 +5,13 @@ import fcntl
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from phalanx.protocol.arena import SHM, Arena, arena_name, names, sweep
+from phalanx.protocol.config import node_name
+from phalanx.protocol.errors import ArenaError
 
 
 @pytest.fixture
@@ -48,3 +51,56 @@ def test_a_node_whose_name_begins_alike_is_another_node(node: str) -> None:
     (SHM / arena_name(f"{node}-b", "kv", 1)).write_bytes(b"")
     assert names(node) == [] and sweep(node) == []
     assert names(f"{node}-b") == [arena_name(f"{node}-b", "kv", 1)]
+
+
+@pytest.fixture
+def strange(node: str) -> Iterator[str]:
+    """A name like an arena's of the node."""
+    name = arena_name(node, "x", 0)
+    yield name
+    path = SHM / name
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def test_what_is_no_file_stays_and_does_no_harm(strange: str, node: str, tmp_path: Path) -> None:
+    (SHM / strange).mkdir()
+    assert sweep(node) == []
+    with pytest.raises(ArenaError, match="belongs to"):
+        Arena.create(strange, 4096)
+    (SHM / strange).rmdir()
+    target = tmp_path / "of-ours"
+    target.write_bytes(b"x")
+    (SHM / strange).symlink_to(target)
+    assert sweep(node) == [] and target.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_what_another_user_put_here_is_none_of_ours(strange: str, node: str) -> None:
+    (SHM / strange).write_bytes(b"x")
+    os.chown(SHM / strange, 65534, 65534)
+    assert names(node) == [] and sweep(node) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_a_file_that_may_not_be_opened_is_left_alone(strange: str, node: str) -> None:
+    (SHM / strange).write_bytes(b"x")
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        swept = sweep(node)
+        try:
+            Arena.create(strange, 4096)
+        except ArenaError as error:
+            os._exit(0 if swept == [] and "belongs to another user" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_directories_that_are_called_the_same_are_other_nodes(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "phalanx", tmp_path / "b" / "phalanx"
+    assert node_name(first) != node_name(second)
+    assert node_name(first).startswith("phalanx-")
+    first.mkdir(parents=True)
+    second.parent.symlink_to(first.parent)
+    assert node_name(first) == node_name(second)  # it is one directory

@@ -11,6 +11,7 @@ from pathlib import Path
 from phalanx.protocol import arena
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.config import node_name
 from phalanx.protocol.link import connect_dealer
 from phalanx.protocol.messages import (
     FromSupervisor,
@@ -101,7 +102,7 @@ class TestNode:
         return reply
 
     def board(self) -> Board:
-        return Board.attach(self.run_dir.name)
+        return Board.attach(node_name(self.run_dir))
 
     def children(self) -> list[int]:
         """Pids of every process of this node but the supervisor, zombies included."""
@@ -118,7 +119,7 @@ class TestNode:
             self.supervisor.wait()
         self.close()
         until(lambda: not self.children(), 5)
-        arena.sweep(self.run_dir.name)
+        arena.sweep(node_name(self.run_dir))
 
 
 def pids_of(run_dir: Path) -> list[int]:

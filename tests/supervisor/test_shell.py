@@ -14,7 +14,7 @@ from supervisor.node import TestNode, pids_of, until
 
 from phalanx.protocol import arena
 from phalanx.protocol.codec import Decoder, encode
-from phalanx.protocol.config import load_config
+from phalanx.protocol.config import load_config, node_name
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import HANG_MS
 from phalanx.protocol.messages import (
@@ -54,7 +54,7 @@ def wait_end(node: TestNode, timeout_s: float = 20) -> int:
 
 
 def assert_nothing_left(node: TestNode) -> None:
-    assert arena.names(node.run_dir.name) == []
+    assert arena.names(node_name(node.run_dir)) == []
     assert node.children() == []
     assert list(node.run_dir.glob("*.sock")) == []
     assert not is_running(node.run_dir)
@@ -304,7 +304,7 @@ def test_children_of_a_killed_supervisor_are_gone_within_two_seconds(node: TestN
     os.kill(node.supervisor_pid, signal.SIGKILL)
     wait_end(node)
     until(lambda: not node.children(), 2)
-    assert arena.names(node.run_dir.name), "the sweep below has something to do"
+    assert arena.names(node_name(node.run_dir)), "the sweep below has something to do"
 
     node.start()
     node.wait_healthy()
@@ -391,15 +391,28 @@ def test_two_nodes_live_beside_each_other(node: TestNode, tmp_path: Path) -> Non
         other.stop()
 
 
-def test_a_node_of_the_same_name_elsewhere_is_refused(living: TestNode, tmp_path: Path) -> None:
+def test_a_node_lives_beside_one_of_the_same_name_elsewhere(
+    living: TestNode, tmp_path: Path
+) -> None:
     living.wait_healthy()
     twin = TestNode(tmp_path / living.run_dir.name)
-    twin.start()
-    assert wait_end(twin) == ExitCode.UNHEALTHY
-    twin.close()
-    assert "choose a --run-dir with another last part" in twin.said()
-    assert "another last part" in (twin.run_dir / FAILED_FILE).read_text()
+    try:
+        twin.start()
+        twin.wait_healthy()
+        twin.shut_down()
+        wait_end(twin)
+        assert_nothing_left(twin)
+    finally:
+        twin.stop()
     assert living.status().healthy
+
+
+def test_shared_memory_that_somebody_uses_refuses_the_start(node: TestNode) -> None:
+    with arena.Arena.create(arena.arena_name(node_name(node.run_dir), "kv0", 1), 4096):
+        node.start()
+        assert wait_end(node) == ExitCode.UNHEALTHY
+    assert "choose another --run-dir" in node.said()
+    assert "another --run-dir" in (node.run_dir / FAILED_FILE).read_text()
 
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0, 1e9])

@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
-from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.config import NodeConfig, node_name
 from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
 from phalanx.protocol.link import bind_router, receive_from, send_to
 from phalanx.protocol.messages import (
@@ -51,7 +51,7 @@ class Node:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = prepare(run_dir)
         NodeConfig(run_dir=str(run_dir)).save()
-        self.board = Board.create(run_dir.name)
+        self.board = Board.create(node_name(run_dir))
         self.supervisor = bind_router(endpoint(run_dir, SUPERVISOR_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.peer = b""
