@@ -44,24 +44,26 @@ def tune(parts: list[str]) -> dict[str, dict[str, configs.Config]]:
 
 def _conditions(limits: Ceilings) -> dict[str, Any]:
     return {
-        "gpu": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "triton": importlib.import_module("triton").__version__,
-        "copy_tb_per_s": round(limits.copy_bytes_per_s / 1e12, 3),
+        "copy_gbps": round(limits.copy_bytes_per_s / 1e9),
         "gemm_tflops": round(limits.gemm_flops_per_s / 1e12, 1),
     }
 
 
 def _row(figure: Figure) -> dict[str, Any]:
-    missed = figure.goal is not None and figure.share < figure.goal
+    missed = figure.goal is not None and figure.ratio < figure.goal
     missed |= figure.goal_us is not None and figure.us > figure.goal_us
     return {
-        "op": figure.op,
+        "kernel": figure.kernel,
         "shape": figure.shape,
         "us": round(figure.us, 2),
-        "floor_us": round(figure.floor_us, 2),
-        "share": round(figure.share, 3),
+        "achieved": round(figure.ratio * figure.limit.ceiling, 1),
+        "ceiling": round(figure.limit.ceiling, 1),
+        "unit": figure.limit.unit,
+        "ratio": round(figure.ratio, 3),
         "goal": figure.goal if figure.goal_us is None else f"{figure.goal_us} us",
         "met": None if figure.goal is None and figure.goal_us is None else not missed,
         "alternative": figure.alternative,

@@ -162,10 +162,10 @@ def figures(limits: Ceilings) -> list[Figure]:
 def _figure(limits: Ceilings, name: str, rows: int, seqs: int, goal: float) -> Figure:
     steps = _steps(rows, seqs)
     return Figure(
-        op="sparse_attention",
+        kernel="sparse_attention",
         shape=name,
         us=time_us(rotating([step.attend for step in steps])) / len(steps),
-        floor_us=limits.floor_us(steps[0].floor_bytes, _flops(rows, WINDOW + TOPK)),
+        limit=limits.limit(steps[0].floor_bytes, _flops(rows, WINDOW + TOPK)),
         goal=goal,
         alternative="torch",
         alternative_us=time_us(steps[0].attend_torch),
@@ -177,12 +177,10 @@ def _block_figure(limits: Ceilings) -> Figure:
     step = Step.draw(rows, 64)
     records = (64 * WINDOW + rows) * _WINDOW_RECORD
     return Figure(
-        op="block_attention",
+        kernel="block_attention",
         shape=f"64 blocks of {BLOCK} rows",
         us=time_us(step.attend_block),
-        floor_us=limits.floor_us(
-            records + 2 * 2 * rows * HEADS * DIM, _flops(rows, WINDOW + BLOCK)
-        ),
+        limit=limits.limit(records + 2 * 2 * rows * HEADS * DIM, _flops(rows, WINDOW + BLOCK)),
     )
 
 

@@ -97,10 +97,10 @@ def figures(limits: Ceilings) -> list[Figure]:
             name, alternative = _alternative(case) if slots == 48 else (None, None)
             rows.append(
                 Figure(
-                    op="experts",
+                    kernel="experts",
                     shape=f"{num_pairs} pairs, {case.touched} of {num_slots} slots",
                     us=time_us(case.run),
-                    floor_us=limits.floor_us(case.num_bytes, case.flops),
+                    limit=limits.limit(case.num_bytes, case.flops),
                     goal=goal,
                     alternative=name,
                     alternative_us=alternative,

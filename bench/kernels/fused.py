@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from phalanx.bench.kernels.harness import Ceilings, Figure, rotating, time_us
+from phalanx.bench.kernels.harness import Ceilings, Figure, moves, rotating, time_us
 from phalanx.kernels.reference import compressor as compressor_reference
 from phalanx.kernels.reference import engram as engram_reference
 from phalanx.kernels.reference import hyper as hyper_reference
@@ -60,10 +60,10 @@ def _figure(
 ) -> Figure:
     sets = 8 if num_bytes < 8 << 20 else 1
     return Figure(
-        op=op,
+        kernel=op,
         shape=shape,
         us=_timed(make, sets),
-        floor_us=limits.floor_us(num_bytes),
+        limit=limits.limit(num_bytes),
         goal=goals[0],
         goal_us=goals[1],
         alternative=None if other is None else alternative,
@@ -485,10 +485,10 @@ def _engram(limits: Ceilings) -> Iterator[Figure]:
         out = torch.empty((r, 24, 256), dtype=torch.bfloat16, device="cuda")
         num_bytes = prod(ids.shape) * (256 + 8)
         yield Figure(
-            op="engram gather from host memory",
+            kernel="engram gather from host memory",
             shape=f"{r} x 24 x 256",
             us=time_us(lambda there=there: engram.gather(codes, scales, there)),  # type: ignore[misc]
-            floor_us=1e6 * num_bytes / PCIE_BYTES_PER_S,
+            limit=moves(num_bytes, PCIE_BYTES_PER_S),
             goal=0.5,
             alternative="host gather, one copy",
             alternative_us=_host_us(

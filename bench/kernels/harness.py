@@ -12,6 +12,15 @@ _L2_BYTES: Final = 256 << 20  # read between timed launches, so that none finds 
 
 
 @dataclass(frozen=True)
+class Limit:
+    """What bounds a piece of work: no kernel takes less than `us`, in which it would reach `ceiling`."""
+
+    us: float
+    ceiling: float
+    unit: str  # of the ceiling
+
+
+@dataclass(frozen=True)
 class Ceilings:
     """What this GPU reaches on the plainest work, measured in this run."""
 
@@ -20,26 +29,38 @@ class Ceilings:
 
     def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
         """The larger of the two times that no kernel runs below."""
-        return 1e6 * max(num_bytes / self.copy_bytes_per_s, flops / self.gemm_flops_per_s)
+        return self.limit(num_bytes, flops).us
+
+    def limit(self, num_bytes: float, flops: float = 0.0) -> Limit:
+        """The one of the two that is reached first."""
+        moving = moves(num_bytes, self.copy_bytes_per_s)
+        rate = self.gemm_flops_per_s
+        computing = Limit(1e6 * flops / rate, rate / 1e12, "TFLOP/s")
+        return max(moving, computing, key=lambda limit: limit.us)
+
+
+def moves(num_bytes: float, bytes_per_s: float) -> Limit:
+    """So many bytes over something that carries so many a second."""
+    return Limit(1e6 * num_bytes / bytes_per_s, bytes_per_s / 1e9, "GB/s")
 
 
 @dataclass(frozen=True)
 class Figure:
     """One row of `phalanx bench kernels`."""
 
-    op: str
+    kernel: str
     shape: str
     us: float
-    floor_us: float
-    goal: float | None = None  # floor_us / us that is aimed at
+    limit: Limit
+    goal: float | None = None  # the ratio that is aimed at
     goal_us: float | None = None  # or a time
     alternative: str | None = None  # what else does the same: "cuBLAS bf16", "torch"
     alternative_us: float | None = None
 
     @property
-    def share(self) -> float:
+    def ratio(self) -> float:
         """How much of the limit is reached, at most about 1."""
-        return self.floor_us / self.us
+        return self.limit.us / self.us
 
 
 def time_us(run: Callable[[], object], *, flush: bool = True) -> float:

@@ -141,7 +141,7 @@ def figures(limits: Ceilings) -> list[Figure]:
                 "index scores",
                 f"{num_seqs} x {each} rows, {entries} entries",
                 case.us(),
-                limits.floor_us(case.num_bytes, case.flops),
+                limits.limit(case.num_bytes, case.flops),
                 goal=goal,
                 alternative="torch bf16",
                 alternative_us=case.torch_us(),
@@ -165,7 +165,7 @@ def _candidate_figure(case: _Case, limits: Ceilings) -> Figure:
         "index scores of candidates",
         f"{case.num_rows} rows, {count} of {case.num_entries} entries",
         time_us(lambda: case.run_candidates(blocks)),
-        limits.floor_us(num_bytes, 2 * case.num_rows * count * HEADS * DIM),
+        limits.limit(num_bytes, 2 * case.num_rows * count * HEADS * DIM),
         alternative="all scores",
         alternative_us=case.us(),
     )
@@ -195,7 +195,7 @@ def _choices(shape: tuple[int, int], limits: Ceilings) -> list[Figure]:
             name,
             text,
             time_us(run),
-            limits.floor_us(size),
+            limits.limit(size),
             alternative="torch topk",
             alternative_us=time_us(other),
         )

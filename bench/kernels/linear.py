@@ -175,11 +175,11 @@ def _figure(limits: Ceilings, case: _Case) -> Figure:
     name, us = min(others, key=lambda one: one[1], default=("none", 1.0))
     label = f"{shape.rows} x {shape.depth} {shape.kind}"
     return Figure(
-        op=f"linear {shape.name}",
+        kernel=f"linear {shape.name}",
         shape=f"{case.num_rows} rows, "
         + (f"{shape.groups} x {label}" if shape.groups > 1 else label),
         us=case.us(),
-        floor_us=limits.floor_us(case.num_bytes, case.flops),
+        limit=limits.limit(case.num_bytes, case.flops),
         goal=_FEW_GOAL if few else _MANY_GOAL,
         alternative=name,
         alternative_us=us,

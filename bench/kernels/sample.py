@@ -62,10 +62,10 @@ def _figure(limits: Ceilings, num_rows: int, name: str, row: RowParams) -> Figur
     else:
         other, other_us = "torch reference", _eager_us(lambda: reference(logits[0], rows))
     return Figure(
-        op="sample",
+        kernel="sample",
         shape=f"{num_rows} x {VOCAB}, {name}",
         us=us,
-        floor_us=limits.floor_us(num_rows * (4 * VOCAB + 9 * 8 + 9)),
+        limit=limits.limit(num_rows * (4 * VOCAB + 9 * 8 + 9)),
         goal_us=GOALS_US[num_rows],
         alternative=other,
         alternative_us=other_us,
