@@ -39,11 +39,14 @@ class Gaps:
     moved: list[float] = field(default_factory=list[float])  # what ran on the victim's rank
     begun: list[float] = field(default_factory=list[float])  # see `_begun`
     whole: list[float] = field(default_factory=list[float])
+    died: list[float] = field(default_factory=list[float])
 
     def row(self, victim: str) -> dict[str, Any]:
         return {
             "victim": victim,
             "faults": self.faults,
+            "died_ms_p50": _p50(self.died),
+            "died_ms_max": _most(self.died),
             "survivors_gap_ms_p50": _p50(self.survivors),
             "survivors_gap_ms_max": _most(self.survivors),
             "moved_gap_ms_p50": _p50(self.moved),
@@ -196,6 +199,7 @@ class _Measure:
 def _account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
     gaps = figures.gaps.setdefault(fault.victim, Gaps())
     gaps.faults += 1
+    gaps.died.append((fault.died_ns - fault.struck_ns) / _MS)
     gaps.whole.append((fault.whole_ns - fault.struck_ns) / _MS)
     gaps.begun += _begun(fault, sequences)
     figures.pool_used.append(fault.pool_used)

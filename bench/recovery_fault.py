@@ -32,6 +32,7 @@ class Fault:
     moved: set[tuple[str, int]]  # (request id, index) of what ran on the victim's rank
     changes: list[Change]  # of the group: a worker's loss, and its rejoin unless both were one
     whole_ns: int  # when the victim's successor was ready and all ranks ran
+    died_ns: int  # when the victim was dead: of one that is stopped, when the node had noticed and killed it
     pool_used: float  # the fullest rank's share of KV blocks in use, when it came
 
 
@@ -65,10 +66,12 @@ def strike(
         used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
         struck_ns = time.monotonic_ns()
         os.kill(victim.pid, SIGNALS[how])
-        deadline = time.monotonic() + _DEADLINE_S
+        deadline, died_ns = time.monotonic() + _DEADLINE_S, 0
         while (ready := watch.ready(spec.index)) <= victim.incarnation or (
             watch.members() < config.ranks
         ):
+            if not died_ns and watch.gone(spec.index, victim.incarnation):
+                died_ns = time.monotonic_ns()
             if time.monotonic() > deadline or over.is_set():
                 run_dir = config.run_path
                 text = f"{victim.name} got {SIGNALS[how].name}; {_DEADLINE_S:g} s later"
@@ -76,10 +79,11 @@ def strike(
                 raise RuntimeError(f"{text}: {said}; {_state(run_dir)}")
             time.sleep(_POLL_S)
         whole_ns = time.monotonic_ns()
+        died_ns = died_ns or whole_ns
         over.wait(_AFTER_S)
         changes = watch.changes(struck_ns)
     whole_ns = changes[-1].even_ns if changes else whole_ns
-    return victim.name, Fault(spec.kind, struck_ns, moved, changes, whole_ns, used)
+    return victim.name, Fault(spec.kind, struck_ns, moved, changes, whole_ns, died_ns, used)
 
 
 def status(run_dir: Path) -> StatusReply:

@@ -69,6 +69,11 @@ class EpochWatch:
         """The incarnation of this row's process that is ready; 0: none."""
         return self._board.processes[index].ready_heard
 
+    def gone(self, index: int, incarnation: int) -> bool:
+        """Whether this incarnation of the row's process, which was ready, is dead."""
+        row = self._board.processes[index]
+        return row.mark.holder_died or row.ready_heard != incarnation
+
     def members(self) -> int:
         """How many ranks run now; 0 while the group is stopped."""
         return members_of(self._board.topology(), self._board.epoch)

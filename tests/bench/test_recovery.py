@@ -13,6 +13,7 @@ from phalanx.bench.recovery_fault import Fault
 from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
 from phalanx.bench.recovery_watch import Change, Mark, changes_in, members_of
 from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.limits import HANG_MS
 from phalanx.protocol.messages import ProcessStatus, Sampling, StatusReply
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Spec
@@ -77,7 +78,7 @@ def test_gaps_are_of_the_victims_kind_and_of_who_ran_on_its_rank() -> None:
         times = [at * ms for at in times_ms]
         return Sequence(0, 0, request_id, sent_ms * ms, tokens=[7], times=times, finish="length")
 
-    fault = Fault("scheduler", 100 * ms, {("moved", 0)}, [], 400 * ms, 0.5)
+    fault = Fault("scheduler", 100 * ms, {("moved", 0)}, [], 400 * ms, 130 * ms, 0.5)
     figures = Figures()
     sequences = [
         sequence("moved", 80, 90, 350, 360, 370),
@@ -89,6 +90,7 @@ def test_gaps_are_of_the_victims_kind_and_of_who_ran_on_its_rank() -> None:
     _account(fault, sequences, figures)
     gaps = figures.gaps["scheduler"]
     assert (gaps.moved, gaps.survivors, gaps.begun, gaps.whole) == ([250], [20], [230], [300])
+    assert gaps.died == [30]
     assert figures.phases == {} and figures.pauses == {}, "the group did not change"
 
 
@@ -126,6 +128,8 @@ def test_a_killed_and_a_stopped_service_change_no_token() -> None:
         figures = run(kills=2, ranks=2, streams=4, victims=("gateway", "tokenizer"), how=how)
         assert (figures["tokens_changed"], figures["streams_lost"]) == (0, 0)
         assert [row["faults"] for row in figures["rows"]] == [1, 1], figures["failed"]
+        least_ms = HANG_MS / 2 if how == "stop" else 0
+        assert all(row["died_ms_p50"] >= least_ms for row in figures["rows"])
 
 
 @pytest.mark.process
