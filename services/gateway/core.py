@@ -173,6 +173,16 @@ class Core:
         for request in self._delivery.deliver(send, now_ns):
             request.delivered_ns = now_ns
 
+    @property
+    def lacks(self) -> str:
+        """What it cannot promise for now, for people; empty: nothing."""
+        if self._rewriting is None:
+            return ""
+        return (
+            "the gateway's journal broke and was moved aside; what is open is not in the new one yet, so a"
+            " death of the gateway would lose it"
+        )
+
     def take_scrub_report(self) -> ScrubReport | None:
         """For the supervisor, if there is news."""
         return self._scrubber.take_report()
@@ -373,13 +383,9 @@ class Core:
         reasons = health.reasons
         if draining:
             reasons += ("the node is shutting down",)
-        if self._rewriting is not None:
-            text = (
-                "gateway: its journal broke and was moved aside; what is open is not in the new one yet,"
-                " so a death of the gateway would lose it"
-            )
-            reasons += (text,)
-        healthy = health.healthy and not draining and self._rewriting is None
+        if self.lacks and self.lacks not in reasons:  # the supervisor was told, and tells it again
+            reasons += (self.lacks,)
+        healthy = health.healthy and not draining and not self.lacks
         ended = tuple(quiet for quiet in asked.quiet if self._told_all(client, quiet))
         incarnation, model = self._settings.incarnation, self._model.name
         return HealthReply(asked.call, healthy, incarnation, self._epoch, model, reasons, ended)

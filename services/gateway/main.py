@@ -67,6 +67,7 @@ class Gateway:
         self._hand_over_until_ns: int | None = None
         self._failure = ""  # why the journal cannot be written
         self._probe_at_ns = self._say_at_ns = 0
+        self._said_lacking = False
         self.clients = bind_router(endpoint(run_dir, CLIENT_SOCKET), MESSAGE_BYTES_MAX)
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.journal, self._waker = thread_pair("journal")
@@ -115,22 +116,22 @@ class Gateway:
             self._service.log.error("the journal cannot be written", error=failure)
         else:
             self._service.log.info("the journal can be written again")
-        self._failure, self._say_at_ns = failure, 0
-        if not failure:
-            self._say_trouble("")
+        self._failure = failure
 
     def _look_at_journal(self, now_ns: int) -> None:
-        """While it cannot be written: try it again, though nobody may ask for it, and say so."""
+        """While it cannot be written: try it again, though nobody may ask for it. Tell the supervisor."""
         if self._failure and now_ns >= self._probe_at_ns:
             self._probe_at_ns = now_ns + PROBE_NS
             self._writer.submit(0, [])
-        if self._failure and now_ns >= self._say_at_ns:
-            self._say_at_ns = now_ns + HEALTH_REPEAT_MS * MS
-            self._say_trouble(told_failure(self._service.run_dir / JOURNAL_FILE, self._failure))
-
-    def _say_trouble(self, text: str) -> None:
-        name, incarnation = self._service.name, self._service.incarnation
-        send(self._service.supervisor, encode(Trouble(name, incarnation, text)))
+        lacking = bool(self._failure or self._core.lacks)
+        if lacking == self._said_lacking and (not lacking or now_ns < self._say_at_ns):
+            return
+        self._said_lacking, self._say_at_ns = lacking, now_ns + HEALTH_REPEAT_MS * MS
+        text = self._core.lacks
+        if self._failure:
+            text = told_failure(self._service.run_dir / JOURNAL_FILE, self._failure)
+        trouble = Trouble(self._service.name, self._service.incarnation, text)
+        send(self._service.supervisor, encode(trouble))
 
     def on_supervisor(self, message: FromSupervisor) -> None:
         match message:
