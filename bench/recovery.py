@@ -7,6 +7,9 @@ millisecond. A gap is the longest time between two deliveries of one sequence fr
 stops for the rejoin (or, when the victim is no worker, until its successor is ready), less the median of that
 sequence's gaps in the round: other prompts that are computed meanwhile count. A pause is the same for the one
 gap in which the group was stopped.
+
+The control (`noise`) is the same with one rank that computes one ulp wrong once the streams are known: then tokens
+must change, or the comparison could not see it if they did.
 """
 
 import asyncio
@@ -23,10 +26,13 @@ from phalanx.bench.recovery_fault import Fault, open_to, status, strike
 from phalanx.bench.recovery_load import Load, Played, Sequence, play, requests
 from phalanx.protocol.config import NodeConfig, WorkerConfig
 from phalanx.protocol.errors import PhalanxError
-from phalanx.protocol.messages import EpochRecord
+from phalanx.protocol.messages import EpochRecord, Inject, Injected
+from phalanx.supervisor.ask import ask
 from phalanx.supervisor.commands.node import private_node
 
 _MS = 1e6
+_ANSWER_S = 30.0
+_NOISY = "worker-0"
 _ENDS = (RuntimeError, PhalanxError, OSError, KeyboardInterrupt)
 
 
@@ -89,6 +95,7 @@ def run(
     blocks: int = 0,
     victims: Many[str] = ("worker",),
     how: str = "kill",
+    noise: bool = False,
 ) -> dict[str, Any]:
     """The fields of `phalanx bench recovery` (docs/cli.md).
 
@@ -96,13 +103,15 @@ def run(
         blocks: of each rank's pool; 0: plenty.
         victims: `kinds of processes`, which take turns.
         how: `recovery_fault.SIGNALS`.
+        noise: one rank is one ulp off (`worker_svc/model/noise.py`).
     """
     figures = Figures()
     config = NodeConfig(worker=WorkerConfig(num_blocks=blocks))
-    measure = _Measure([victims[at % len(victims)] for at in range(kills)], streams, seed, how)
+    todo = [victims[at % len(victims)] for at in range(kills)]
+    measure = _Measure(todo, streams, seed, how, noise)
     try:
         while measure.todo and not figures.failed:
-            with private_node(model, ranks, base=config) as (node, _):
+            with private_node(model, ranks, inject=noise, base=config) as (node, _):
                 try:
                     asyncio.run(measure.node(node, figures))
                 except _ENDS as error:
@@ -138,6 +147,8 @@ def run(
         "kills": len(figures.pool_used),
         "victims": list(victims),
         "how": how,
+        "noise": _NOISY if noise else None,
+        "control": _control(figures) if noise else None,
         "ranks": ranks,
         "streams": streams,
         "blocks": blocks,
@@ -149,15 +160,18 @@ def run(
 class _Measure:
     """The faults that are to be made, in one node after another (`recovery_fault.open_to` says why)."""
 
-    def __init__(self, todo: list[str], streams: int, seed: int, how: str) -> None:
+    def __init__(self, todo: list[str], streams: int, seed: int, how: str, noise: bool) -> None:
         self.todo = todo  # kinds of victims
-        self._streams, self._seed, self._how = streams, seed, how
+        self._streams, self._seed, self._how, self._noise = streams, seed, how, noise
         self._rng = random.Random(seed)
         self._wanted: dict[tuple[int, int], Sequence] = {}
 
     async def node(self, config: NodeConfig, figures: Figures) -> None:
         """Make the faults that this node can still take, one at least. Raises RuntimeError if it can take none."""
         load = await self._record(config.run_path, figures)
+        if self._noise:
+            inject = Inject(1, "ulp", _NOISY)
+            await asyncio.to_thread(ask, config.run_path, inject, Injected, _ANSWER_S)
         calm = await play(config.run_path, load)  # also the caches are as the rounds find them
         _compare(calm, self._wanted, load, figures)
         figures.fault_free += [
@@ -262,6 +276,12 @@ def _compare(
         elif load.specs[sequence.position].sampling.seed is not None:
             same = (sequence.tokens, sequence.finish) == (want.tokens, want.finish)
             figures.changed += not same
+
+
+def _control(figures: Figures) -> str:
+    if figures.changed:
+        return "the comparison can see it"
+    return "no token changed: either no stream ran on that rank, or the comparison is blind"
 
 
 def _said(error: BaseException) -> str:

@@ -155,6 +155,7 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 @click.option("--blocks", default=0, help="KV blocks of each rank, to see full pools; 0: plenty.")
 @click.option("--victim", default="worker", help=f"Who takes turns: {','.join(VICTIMS)}.")
 @click.option("--how", type=click.Choice(["kill", "stop"]), default="kill")
+@click.option("--noise", is_flag=True, help="The control: one rank is one ulp off.")
 @json_option
 def recovery(
     kills: int,
@@ -165,21 +166,24 @@ def recovery(
     blocks: int,
     victim: str,
     how: str,
+    noise: bool,
     as_json: bool,
 ) -> None:
     """Kill processes under load: how long streams stand still, and whether a token changes.
 
     `--how stop` stops them for ever instead (SIGSTOP): the node must notice, and kill them itself.
-    Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed or was lost.
+    Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed or was lost;
+    with `--noise` when none changed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = importlib.import_module("phalanx.bench.recovery").run
     victims = tuple(name.strip() for name in victim.split(","))
     if unknown := set(victims) - set(VICTIMS):
         raise ConfigError(f"--victim {sorted(unknown)}: allowed are {', '.join(VICTIMS)}")
-    figures = run(kills, ranks, streams, model, seed, blocks, victims, how)
+    figures = run(kills, ranks, streams, model, seed, blocks, victims, how, noise)
     report(figures, as_json)
-    if figures["failed"] or figures["tokens_changed"] or figures["streams_lost"]:
+    wrong = bool(figures["tokens_changed"]) is not noise or figures["streams_lost"]
+    if figures["failed"] or wrong:
         finish(ExitCode.UNHEALTHY)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from phalanx.bench import recovery, recovery_fault
 from phalanx.bench.recovery import Figures, _account, _compare, run
@@ -17,6 +18,7 @@ from phalanx.protocol.limits import HANG_MS
 from phalanx.protocol.messages import ProcessStatus, Sampling, StatusReply
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Spec
+from phalanx.supervisor.commands.bench import bench
 
 
 def test_a_change_is_stop_publish_and_go() -> None:
@@ -130,6 +132,26 @@ def test_a_killed_and_a_stopped_service_change_no_token() -> None:
         assert [row["faults"] for row in figures["rows"]] == [1, 1], figures["failed"]
         least_ms = HANG_MS / 2 if how == "stop" else 0
         assert all(row["died_ms_p50"] >= least_ms for row in figures["rows"])
+
+
+@pytest.mark.process
+@pytest.mark.soak
+def test_a_rank_that_is_one_ulp_off_changes_tokens_and_the_comparison_sees_it() -> None:
+    figures = run(kills=1, ranks=2, streams=4, noise=True)
+    assert figures["tokens_changed"] > 0, figures["failed"]
+    assert (figures["noise"], figures["control"]) == ("worker-0", "the comparison can see it")
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "code"),
+    [([], 0, 0), ([], 2, 4), (["--noise"], 2, 0), (["--noise"], 0, 4)],
+)
+def test_with_noise_it_fails_when_nothing_changed(
+    options: list[str], changed: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = {"failed": "", "tokens_changed": changed, "streams_lost": 0}
+    monkeypatch.setattr(recovery, "run", lambda *arguments: dict(figures))
+    assert CliRunner().invoke(bench, ["recovery", *options, "--json"]).exit_code == code
 
 
 @pytest.mark.process
