@@ -80,10 +80,5 @@ class Files:
         return name in self._seen and owner in (*ready, "supervisor")
 
     def _told(self, name: str) -> str:
-        path = self._run_dir / name
-        if name == JOURNAL_FILE:
-            return (
-                f"{path} is gone: requests would not survive the gateway; let them end, then"
-                " `phalanx restart gateway`"
-            )
-        return f"{path} is gone: {_OWNERS[name]} binds it anew"
+        does = "writes" if name == JOURNAL_FILE else "binds"
+        return f"{self._run_dir / name} is gone: {_OWNERS[name]} {does} it anew"

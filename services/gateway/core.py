@@ -179,8 +179,8 @@ class Core:
         if self._rewriting is None:
             return ""
         return (
-            "the gateway's journal broke and was moved aside; what is open is not in the new one yet, so a"
-            " death of the gateway would lose it"
+            "the gateway's journal broke or was deleted; what is open is not in the new one yet, so a death of"
+            " the gateway would lose it"
         )
 
     def take_scrub_report(self) -> ScrubReport | None:
@@ -753,7 +753,7 @@ class Core:
                 self._accept(waiter, now_ns)
 
     def on_journal_lost(self, now_ns: int) -> None:
-        """Its file broke and an empty one took its place: what is known here is written once more."""
+        """Its file broke or was deleted, and another takes its place: what is known here is written once more."""
         self._journal_lost, self._rewriting = True, Rewritten()
         self._rewrite(now_ns)
 

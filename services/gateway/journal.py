@@ -4,6 +4,7 @@ Written by one thread of its own, because a sync may take as long as the disk li
 answers health questions meanwhile. Each commit takes all that has gathered during the last one.
 """
 
+import contextlib
 import os
 import queue
 import sqlite3
@@ -55,6 +56,7 @@ class Journal:
     def __init__(self, path: Path, ttl_s: float, log: Logger) -> None:
         self._path, self._ttl_s, self._log = path, ttl_s, log
         self._db: sqlite3.Connection | None = None
+        self._opened = (0, 0)  # device and inode of what is open
 
     def load(self, now_s: float) -> list[Recovered]:
         """What the last gateway left, oldest first; what outlived its time is deleted.
@@ -135,12 +137,36 @@ class Journal:
             room.unlink()
         self._open().execute(f"PRAGMA user_version={VERSION}")
 
+    def deleted(self) -> bool:
+        """Whether somebody has deleted or replaced what is open, or its log: the next gateway would not find
+        what is written there. May be asked from another thread."""
+        if self._db is None:
+            return False
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return True
+        return (stat.st_dev, stat.st_ino) != self._opened or not self._part("-wal").exists()
+
+    def leave(self) -> None:
+        """Close what was deleted; the next write begins with what lies there, or an empty file."""
+        with contextlib.suppress(sqlite3.Error):
+            self.close()  # if only the log is gone, all of it goes into the file now
+        self._db = None
+        if not self._path.exists():
+            for suffix in ("-wal", "-shm"):
+                self._part(suffix).unlink(missing_ok=True)
+        self._log.error("the journal was deleted: it is written anew", path=str(self._path))
+
+    def _part(self, suffix: str) -> Path:
+        return self._path.with_name(self._path.name + suffix)
+
     def move_aside(self, why: str) -> None:
         """Keep the unreadable file for people, and start an empty one."""
         self.close()
         aside = self._path.with_name(f"{self._path.name}.unreadable-{time.time_ns()}")
         for suffix in ("", "-wal", "-shm"):
-            part = self._path.with_name(self._path.name + suffix)
+            part = self._part(suffix)
             if part.exists():
                 part.rename(aside.with_name(aside.name + suffix))
         self._log.error(
@@ -166,6 +192,8 @@ class Journal:
             except sqlite3.Error:
                 db.close()
                 raise
+            stat = self._path.stat()
+            self._opened = stat.st_dev, stat.st_ino
             self._db = db
         return self._db
 
@@ -219,9 +247,7 @@ class Written:
 
     number: int
     failure: str = ""  # why it is not on disk
-    lost: bool = (
-        False  # nor is anything written before: an empty file has taken the journal's place
-    )
+    lost: bool = False  # what was written before is not: another file has taken the journal's place
 
 
 class JournalWriter:
@@ -280,8 +306,10 @@ class JournalWriter:
 
     def _write(self, number: int, ops: list[Op]) -> Written:
         ops = self._late + ops
-        failure, lost = "", False
+        failure, lost = "", self._journal.deleted()
         try:
+            if lost:
+                self._journal.leave()
             try:
                 if ops:
                     self._journal.write(ops, time.time())

@@ -48,7 +48,7 @@ from phalanx.services.model_limits import read_model
 MS = 1_000_000
 MESSAGES_PER_TURN = 512
 LAST_WORDS_NS = 1_000 * MS  # after the drain's end, for clients to take their finals
-PROBE_NS = 1_000 * MS  # between two tries of a journal that cannot be written
+PROBE_NS = 1_000 * MS  # between two looks at the journal's file, or tries to write it
 SEAT_DEPTH = 4  # sequences given to a rank, in multiples of those it runs at a time
 
 
@@ -71,6 +71,7 @@ class Gateway:
         self.clients = bind_router(endpoint(run_dir, CLIENT_SOCKET), MESSAGE_BYTES_MAX)
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.journal, self._waker = thread_pair("journal")
+        self._file = journal  # the writer's, which has a thread of its own
         self._writer = JournalWriter(journal, self._wake)
         self._client_decoder = Decoder[ClientMessage](ClientMessage, MESSAGE_BYTES_MAX)
         self._bus_decoder = Decoder[BusToGateway](BusToGateway)
@@ -119,10 +120,11 @@ class Gateway:
         self._failure = failure
 
     def _look_at_journal(self, now_ns: int) -> None:
-        """While it cannot be written: try it again, though nobody may ask for it. Tell the supervisor."""
-        if self._failure and now_ns >= self._probe_at_ns:
+        """While it cannot be written, or was deleted: try it, though nobody may ask for it. Tell the supervisor."""
+        if now_ns >= self._probe_at_ns:
             self._probe_at_ns = now_ns + PROBE_NS
-            self._writer.submit(0, [])
+            if self._failure or self._file.deleted():
+                self._writer.submit(0, [])
         lacking = bool(self._failure or self._core.lacks)
         if lacking == self._said_lacking and (not lacking or now_ns < self._say_at_ns):
             return

@@ -245,6 +245,23 @@ def test_a_journal_that_failed_is_tried_again_though_nobody_asks(
     assert len(open_journal(path).load(1000.0)) == 5
 
 
+@pytest.mark.parametrize("gone", [("",), ("-wal",), ("", "-wal", "-shm")])
+def test_a_journal_that_is_deleted_is_written_anew(tmp_path: Path, gone: tuple[str, ...]) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    writer = Writer(journal)
+    assert writer.write(1, [Accept(entry(1)), Accept(entry(2))]) == "" and not journal.deleted()
+    for suffix in gone:
+        path.with_name(path.name + suffix).unlink()
+    assert journal.deleted() and writer.lost == 0
+    assert writer.write(0, []) == "" and not journal.deleted() and writer.lost == 1
+    assert writer.write(3, [Accept(entry(3))]) == "" and writer.lost == 1
+    # What was written before is the core's to write again, unless only the log was gone.
+    kept = {one.entry.request_id for one in open_journal(path).load(1000.0)}
+    assert kept == {entry(i).request_id for i in ((1, 2, 3) if gone == ("-wal",) else (3,))}
+    writer.writer.close()
+
+
 def test_a_try_does_not_hide_that_a_request_is_written(tmp_path: Path) -> None:
     """Both may be taken at once, and the number told is that of the request."""
     woken = threading.Event()
