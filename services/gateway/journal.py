@@ -134,26 +134,29 @@ class Journal:
             os.posix_fallocate(fd, 0, _ROOM_BYTES)
         finally:
             os.close(fd)
-            room.unlink()
+            room.unlink(missing_ok=True)
         self._open().execute(f"PRAGMA user_version={VERSION}")
 
     def deleted(self) -> bool:
         """Whether somebody has deleted or replaced what is open, or its log: the next gateway would not find
         what is written there. May be asked from another thread."""
-        if self._db is None:
-            return False
+        return self._db is not None and not (self._in_place() and self._part("-wal").exists())
+
+    def _in_place(self) -> bool:
+        """Whether the file at the path is the one that is open."""
         try:
             stat = self._path.stat()
         except OSError:
-            return True
-        return (stat.st_dev, stat.st_ino) != self._opened or not self._part("-wal").exists()
+            return False
+        return (stat.st_dev, stat.st_ino) == self._opened
 
     def leave(self) -> None:
         """Close what was deleted; the next write begins with what lies there, or an empty file."""
+        in_place = self._in_place()
         with contextlib.suppress(sqlite3.Error):
             self.close()  # if only the log is gone, all of it goes into the file now
         self._db = None
-        if not self._path.exists():
+        if not in_place:  # the log belongs to the file that is gone, not to what lies there
             for suffix in ("-wal", "-shm"):
                 self._part(suffix).unlink(missing_ok=True)
         self._log.error("the journal was deleted: it is written anew", path=str(self._path))

@@ -236,9 +236,11 @@ def told_failure(path: Path, failure: str) -> str:
         free = f"{disk.f_bavail * disk.f_frsize} bytes are free there"
     except OSError as error:
         free = f"its disk does not answer: {error.strerror}"
+    full = any(word in failure.lower() for word in ("full", "space", "quota"))
+    advice = "make room on that disk" if full else "see why that disk takes nothing"
     return (
         f"the journal {path} cannot be written ({failure}; {free}): new requests are refused until it can,"
-        " those that run go on; make room on that disk"
+        f" those that run go on; {advice}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import signal
 import sqlite3
@@ -33,6 +34,7 @@ from phalanx.services.gateway.entries import (
     Stamp,
 )
 from phalanx.services.gateway.journal import Journal, JournalWriter, Written
+from phalanx.services.gateway.main import told_failure
 
 LOG = structlog.get_logger()
 TTL_S = 100.0
@@ -243,6 +245,31 @@ def test_a_journal_that_failed_is_tried_again_though_nobody_asks(
     writer.writer.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["j.sqlite"], "nothing else stays"
     assert len(open_journal(path).load(1000.0)) == 5
+
+
+def test_the_log_of_a_file_that_was_replaced_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
+    path, other = tmp_path / "j.sqlite", tmp_path / "other.sqlite"
+    before = open_journal(other)
+    before.write([Accept(entry(7))], 1000.0)
+    before.close()
+    writer = Writer(open_journal(path))
+    assert writer.write(1, [Accept(entry(i)) for i in range(5)]) == ""
+    other.replace(path)
+    assert writer.write(2, [Accept(entry(8))]) == "" and writer.lost == 1
+    writer.writer.close()
+    kept = {one.entry.request_id for one in open_journal(path).load(1000.0)}
+    assert kept == {entry(7).request_id, entry(8).request_id}
+
+
+@pytest.mark.parametrize(
+    "failure", ["database or disk is full", "No space left on device", "disk I/O error"]
+)
+def test_a_failure_is_told_with_numbers_and_advice(tmp_path: Path, failure: str) -> None:
+    path = tmp_path / "j.sqlite"
+    told = told_failure(path, failure)
+    assert f"the journal {path} cannot be written ({failure}; " in told
+    assert re.search(r"; \d+ bytes are free there\)", told)
+    assert ("make room" in told) == (failure != "disk I/O error")
 
 
 @pytest.mark.parametrize("gone", [("",), ("-wal",), ("", "-wal", "-shm")])
