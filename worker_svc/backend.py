@@ -25,7 +25,7 @@ from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.exchange import Exchange, Region, Shape
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
-from phalanx.worker_svc.gpu_room import computed
+from phalanx.worker_svc.gpu_room import Undone, done, room_for
 from phalanx.worker_svc.gpu_shapes import unsuited
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.host_weights import HostWeights
@@ -36,10 +36,9 @@ from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
 from phalanx.worker_svc.model.invariance import check_invariance
 from phalanx.worker_svc.model.recorded import RecordedSteps, cuda_graphs
 from phalanx.worker_svc.model.shards import CheckpointError
-from phalanx.worker_svc.model.tensors import num_experts
 from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.model.weights_hash import weights_hash
-from phalanx.worker_svc.warm import warm_up
+from phalanx.worker_svc.warm import warm_up, warm_up_experts
 
 
 class ModelBackend:
@@ -52,6 +51,8 @@ class ModelBackend:
         registry.prefer(config.worker.kernels)
         self._service, self._seat = service, service.seat
         self._warm = False
+        self._warm_for = (0, 0)  # ranks, and expert slots of a layer
+        self._phase = ""
         if device.type == "cuda":
             from phalanx.kernels.triton.compiling import watch_compiling
 
@@ -89,6 +90,7 @@ class ModelBackend:
             self.fingerprint,
             self._marks.wait,
             service.board.seats[self._seat].blocks if device.type == "cpu" else 0,
+            self._tell_repeated,
         )
         service.board.seats[self._seat].blocks = self._engine.sizes.num_blocks
         shape = Shape(
@@ -114,12 +116,35 @@ class ModelBackend:
                 self._weights,
                 rows,
                 self._alive,
-                service.progress,
+                self._warming,
                 service.config.ranks,
             )
             if service.config.records_steps:
                 self._record_steps()
-        self._warm = True
+        self._warm, self._warm_for = True, (service.config.ranks, len(self._weights.slots(0)))
+
+    def _warming(self, phase: str, fraction: float) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self._service.log.info("warming up", phase=phase)
+        self._service.progress(phase, fraction)
+
+    def _warm_up_group(self, ranks: int) -> None:
+        """Compile what the experts need in this group and did not before, so that no step waits for it."""
+        wanted = (ranks, len(self._weights.slots(0)))
+        if not self._warm or (ranks <= self._warm_for[0] and wanted[1] == self._warm_for[1]):
+            return
+        rows, started = self._service.config.scheduler.max_num_batched_tokens, time.monotonic()
+        self._warm = False  # what is compiled here is not late
+        try:
+            with torch.inference_mode():
+                warm_up_experts(
+                    self._weights, rows, ranks, self._alive, lambda phase, share: self._alive()
+                )
+        finally:
+            self._warm = True
+        self._warm_for = wanted
+        self._service.log.info("warm for the group", ranks=ranks, s=time.monotonic() - started)
 
     def _record_steps(self) -> None:
         service, engine, experts = self._service, self._engine, self._experts
@@ -173,10 +198,7 @@ class ModelBackend:
             placement = initial_placement(layers, experts, range(config.ranks), slots)
         index = placement.seats.index(self._seat)
         backbone = [[max(e, 0) for e in layer[index]] for layer in placement.physical_to_logical]
-        drafts = [
-            list(range(num_experts(model, model.num_hidden_layers + stage)))
-            for stage in range(model.draft_stages)
-        ]
+        drafts: list[list[int]] = [[]] * model.draft_stages  # nobody serves from them
         return load_checkpoint(
             config.model_path,
             backbone + drafts,
@@ -203,39 +225,54 @@ class ModelBackend:
     def run(self, plan: StepPlan) -> StepResult:
         self._marks.begin()
         with torch.inference_mode():  # a tenth faster than without gradients alone
-            return computed(
+            return done(
                 lambda: self._engine.run(plan),
-                self._exchange is None or not self._exchange.peers,
-                lambda why: self._service.log.warning("step repeated", why=why),
+                self._tell_repeated,
+                may_repeat=self._exchange is None or not self._exchange.peers,
             )
+
+    def _tell_repeated(self, why: str) -> None:
+        self._service.log.warning("tried again", why=why)
 
     def serve(self) -> None:
         self._marks.begin()
-        with torch.inference_mode():
+        with torch.inference_mode(), room_for("in a step of other ranks"):
             self._experts.serve()
 
     # ------------------------------------------------------------------ epochs
 
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
         self._look_for_host_weights()
-        loaded = 0
-        index = placement.seats.index(self._seat)
-        for layer, seats in enumerate(placement.physical_to_logical):
-            self._weights.widen(layer, placement.slots_per_rank)
-            held = self._weights.slots(layer)
-            for slot, expert in enumerate(seats[index]):
-                if expert != EMPTY and held[slot] != expert:
-                    matrices = self._weights.load_expert(layer, expert)
-                    self._weights.put_expert(layer, slot, expert, matrices)
-                    loaded += 1
-            self._alive()
+        self._weights.check_room(placement.slots_per_rank)
+        loaded = done(lambda: self._load_experts(placement), self._tell_repeated)
         failpoint("worker.prepare.after_load")
         own = None
         if len(members) > 1:
             own = self._region.enter(epoch, len(members), lambda: self._over(epoch))
-        self._exchange = Exchange(self._region, epoch, members, own)
-        self._experts.enter_epoch(placement, self._exchange)
+        self._exchange = exchange = Exchange(self._region, epoch, members, own)
+        done(lambda: self._enter_epoch(placement, exchange), self._tell_repeated)
         return loaded
+
+    def _load_experts(self, placement: Placement) -> int:
+        """Hold what the placement has here; how many had to be read. May be begun again."""
+        loaded, index = 0, placement.seats.index(self._seat)
+        with room_for("while experts were loaded", Undone):
+            for layer, seats in enumerate(placement.physical_to_logical):
+                self._weights.widen(layer, placement.slots_per_rank)
+                held = self._weights.slots(layer)
+                for slot, expert in enumerate(seats[index]):
+                    if expert != EMPTY and held[slot] != expert:
+                        matrices = self._weights.load_expert(layer, expert)
+                        self._weights.put_expert(layer, slot, expert, matrices)
+                        loaded += 1
+                self._alive()
+        return loaded
+
+    def _enter_epoch(self, placement: Placement, exchange: Exchange) -> None:
+        """May be begun again."""
+        with room_for("while ranks formed a group", Undone):
+            self._experts.enter_epoch(placement, exchange)
+            self._warm_up_group(len(exchange.peers) + 1)
 
     def _over(self, epoch: int) -> bool:
         """Whether the group will not come to run that epoch: it has begun to change anew."""

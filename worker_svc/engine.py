@@ -15,11 +15,11 @@ from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
 from phalanx.worker_svc.forced import force_tokens
-from phalanx.worker_svc.gpu_room import StepUndone, is_out_of_memory, no_room
+from phalanx.worker_svc.gpu_room import Undone, done, room_for
 from phalanx.worker_svc.model.batch import Room, StepBatch, step_rooms
 from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CPU, CacheLayout, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
-from phalanx.worker_svc.model.model import Model, PendingStep
+from phalanx.worker_svc.model.model import DenseParts, Model, PendingStep
 from phalanx.worker_svc.model.moe import Experts
 from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.truncation import Truncation
@@ -46,14 +46,21 @@ class Engine:
         fingerprint: str,
         settle: Callable[[], None] = lambda: None,
         num_blocks: int = 0,
+        tell: Callable[[str], None] = lambda why: None,
     ) -> None:
         """
         Args:
             settle: called before the results of a step are read, which a GPU may still be computing.
             num_blocks: as many as the worker before had; 0: none was there.
+            tell: told why a part of a step that counts already is done a second time.
         """
         self.layout = CacheLayout(weights.config)
         self._device = weights.device
+        # Before the caches, which may take what these leave of a GPU.
+        parts = DenseParts.of(weights)
+        # Rows by logical expert since the last report, int64 [layers, experts].
+        shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
+        self.expert_counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self.sizes = sizes = pool_sizes(self.layout, config, weights.device, num_blocks)
         # On a GPU the arena is a copy, of the blocks that are full: what the KV store reads.
         self._blocks = Arena.create(
@@ -79,12 +86,9 @@ class Engine:
             whole = torch.frombuffer(self._blocks.data, dtype=torch.uint8)
             self._copy = whole[: self.pools.blocks.numel()].view(self.pools.blocks.shape)
         truncation = Truncation(config.worker.yoco_truncation, config.worker.yoco_keep_tokens)
-        self.model = Model(weights, self.pools, experts, truncation=truncation)
-        # Rows by logical expert since the last report, int64 [layers, experts].
-        shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
-        self.expert_counts = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self.model = Model(weights, self.pools, experts, truncation=truncation, parts=parts)
         self._incarnation, self._fingerprint, self._eos = incarnation, fingerprint, eos_token_id
-        self._settle = settle
+        self._settle, self._tell = settle, tell
         self._staging: Arena | None = None  # the scheduler's, once something was restored
         self.reset()
 
@@ -162,24 +166,17 @@ class Engine:
                 self.pools.blocks[new_block] = self.pools.blocks[block]
         batch, rows = self._sequences.batch(plan)
         try:
-            pending = self.model.forward(batch)
-            sampled = self._sample(pending, rows)
-            scored = self._score(pending, rows)
-            failpoint("worker.step.after_sampler")
-        except BaseException as error:
+            with room_for(f"in a step of {batch.num_rows} rows", Undone):
+                pending = self.model.forward(batch)
+                sampled = self._sample(pending, rows)
+                scored = self._score(pending, rows)
+                failpoint("worker.step.after_sampler")
+        except BaseException:
             self._sequences.retract(plan)
-            if is_out_of_memory(error):
-                raise StepUndone(no_room(f"in a step of {batch.num_rows} rows")) from error
             raise
         # From here on the step counts, whatever happens to the epoch.
         outcome = self._sequences.slots.settle(rows, sampled.tokens.numpy(), sampled.status.numpy())
-        pending.commit(outcome.accepted.tolist())
-        self._copy_full_blocks(batch, outcome.accepted)
-        for slot, region in plan.snapshots:
-            at = region * self.sizes.slot_bytes
-            record = self.pools.slots[slot].cpu().numpy()
-            self._snapshots.data[at : at + self.sizes.slot_bytes] = record.data.cast("B")
-        self._count_picks(pending)
+        done(lambda: self._keep(plan, pending, batch, outcome.accepted), self._tell)
         return StepResult(
             seq=plan.seq,
             aborted=False,
@@ -190,6 +187,20 @@ class Engine:
             step_us=(time.monotonic_ns() - started_ns) // 1000,
             prompt_logprobs=scored,
         )
+
+    def _keep(self, plan: StepPlan, pending: PendingStep, batch: StepBatch, accepted: Int) -> None:
+        """Write what the step leaves. May be begun again: the same bytes go to the same places.
+
+        Raises Undone where the GPU has no memory left for what is needed in between.
+        """
+        with room_for(f"while a step of {batch.num_rows} rows was kept", Undone):
+            pending.commit(accepted.tolist())
+            self._copy_full_blocks(batch, accepted)
+            for slot, region in plan.snapshots:
+                at = region * self.sizes.slot_bytes
+                record = self.pools.slots[slot].cpu().numpy()
+                self._snapshots.data[at : at + self.sizes.slot_bytes] = record.data.cast("B")
+            self._count_picks(pending)
 
     def _copy_full_blocks(self, batch: StepBatch, accepted: Int) -> None:
         """Copy the blocks that this step filled to where the KV store reads them."""
@@ -207,10 +218,13 @@ class Engine:
         by_rows: dict[int, list[int]] = {}
         for layer, picks in pending.expert_picks.items():
             by_rows.setdefault(len(picks), []).append(layer)
+        found = []
         for layers in by_rows.values():
             flat = torch.stack([pending.expert_picks[layer] for layer in layers]).flatten(1)
             counts = self.expert_counts[layers[0] : layers[-1] + 1]
-            counts.scatter_add_(1, flat, torch.ones_like(flat))
+            found.append((counts, flat, torch.ones_like(flat)))
+        for counts, flat, ones in found:  # all memory is there: nothing is counted twice
+            counts.scatter_add_(1, flat, ones)
 
     def _sample(self, pending: PendingStep, rows: PlanRows) -> SampleResult:
         settings = self._sequences.sampling_rows(rows.slots[rows.sample_seqs], rows.positions)

@@ -1,4 +1,4 @@
-"""What happens when a GPU's memory runs out: numbers for people, and a step that is computed once more."""
+"""What happens when a GPU's memory runs out: numbers for people, and work that is done once more."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ R = TypeVar("R")
 _SIGNS: Final = ("out of memory", "ALLOC_FAILED")
 
 
-class StepUndone(NoRoom):
-    """A step found no memory before anything of it counted: it may be computed again."""
+class Undone(NoRoom):
+    """Some work found no memory, and left nothing that doing it again would not make good."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -21,14 +21,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def room_for(what: str) -> Iterator[None]:
-    """Raises NoRoom, with the numbers, where the GPU has no memory left."""
+def room_for(what: str, raised: type[NoRoom] = NoRoom) -> Iterator[None]:
+    """Raises NoRoom, or that kind of it, with the numbers, where the GPU has no memory left."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise NoRoom(no_room(what)) from error
+        raise raised(no_room(what)) from error
 
 
 def no_room(what: str) -> str:
@@ -39,17 +39,17 @@ def no_room(what: str) -> str:
     )
 
 
-def computed(run: Callable[[], R], may_repeat: bool, tell: Callable[[str], None]) -> R:
-    """What `run` returns, a step. One that found no memory is computed once more when torch has given back
-    what it keeps for later: pieces that nobody could use are whole then.
+def done(run: Callable[[], R], tell: Callable[[str], None], may_repeat: bool = True) -> R:
+    """What `run` returns. Where it raises Undone it is done once more when torch has given back what it
+    keeps for later: pieces that nobody could use are whole then.
 
     Args:
-        may_repeat: False where others take part in the step, and have done their share of it.
         tell: told why there is a second time.
+        may_repeat: False where others take part, and have done their share of it.
     """
     try:
         return run()
-    except StepUndone as error:
+    except Undone as error:
         if not may_repeat:
             raise
         tell(str(error))

@@ -78,12 +78,13 @@ class GpuPlan:
 def workspace_bytes(model: ModelConfig, config: NodeConfig) -> int:
     """Activations of the largest step on a GPU: the widest tensors that live at a time, with a margin.
 
-    The stream and its successor, the expert pairs with their results, logits of every sequence with
-    its drafts, and the index scores of all rows over the longest context.
+    The stream and its successor, the expert pairs with their results (those of all ranks may choose
+    experts that are here), logits of every sequence with its drafts, and the index scores of all rows
+    over the longest context.
     """
     scheduler = config.scheduler
     sampled = scheduler.max_num_seqs * (model.dspark_block_size + 1)
-    return _activations(model, scheduler.max_num_batched_tokens, sampled)
+    return _activations(model, scheduler.max_num_batched_tokens, sampled, config.ranks)
 
 
 def graphs_bytes(model: ModelConfig, config: NodeConfig) -> int:
@@ -96,10 +97,10 @@ def graphs_bytes(model: ModelConfig, config: NodeConfig) -> int:
     return _activations(model, rows, rows) + len(rooms) * model.num_hidden_layers * _LAYER_LAUNCHES
 
 
-def _activations(model: ModelConfig, rows: int, sampled: int) -> int:
+def _activations(model: ModelConfig, rows: int, sampled: int, ranks: int = 1) -> int:
     stream = 4 * 4 * rows * model.hc_mult * model.hidden_size
     queries = 2 * 4 * rows * model.num_attention_heads * model.head_dim
-    pairs = rows * model.num_experts_per_tok
+    pairs = ranks * rows * model.num_experts_per_tok
     experts = pairs * (8 * model.hidden_size + 12 * model.moe_intermediate_size)
     logits = 3 * 4 * sampled * model.vocab_size
     scores = 3 * 4 * rows * model.max_positions

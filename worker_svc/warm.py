@@ -78,29 +78,47 @@ def warm_up(
     Args:
         max_rows: of one step.
         on_layer: called in every layer: the sign of life.
-        on_step: called with what is done ("compile kernels", "load kernels") and the share that is done.
+        on_step: called with what is done ("compile kernels", "load kernels", or what is waited for) and the
+            share that is done; -1 where that is not known.
         ranks: of the group, whose rows may all come here.
     """
-    from phalanx.kernels.triton.compiling import compiling_ahead  # there is no Triton without a GPU
-
     experts, model.experts = model.experts, _OwnExperts(weights, on_layer)
-    work = list(_work(model, weights, max_rows, ranks))
-    needed: list[Callable[[], None]] = []
     try:
-        with compiling_ahead(
-            on_layer, lambda done, of: on_step("compile kernels", done / of)
-        ) as asked_for:
-            for do in work:
-                before = asked_for()
-                do()
-                if asked_for() > before:
-                    needed.append(do)
-        for done, do in enumerate(needed):
-            on_step("load kernels", done / len(needed))
-            do()
-        torch.cuda.synchronize()
+        _compile_and_load(list(_work(model, weights, max_rows, ranks)), on_layer, on_step)
     finally:
         model.experts = experts
+
+
+def warm_up_experts(
+    weights: Weights,
+    max_rows: int,
+    ranks: int,
+    alive: Callable[[], None],
+    on_step: Callable[[str, float], None],
+) -> None:
+    """What `warm_up` does, for that alone which changes with the group: how many pairs may come here at a
+    time, and how many slots there are."""
+    _compile_and_load(list(_expert_work(weights, max_rows, ranks)), alive, on_step)
+
+
+def _compile_and_load(
+    work: list[Callable[[], None]], alive: Callable[[], None], on_step: Callable[[str, float], None]
+) -> None:
+    from phalanx.kernels.triton.compiling import compiling_ahead  # there is no Triton without a GPU
+
+    needed: list[Callable[[], None]] = []
+    with compiling_ahead(
+        alive, lambda done, of: on_step("compile kernels", done / of), on_step
+    ) as asked_for:
+        for do in work:
+            before = asked_for()
+            do()
+            if asked_for() > before:
+                needed.append(do)
+    for done, do in enumerate(needed):
+        on_step("load kernels", done / len(needed))
+        do()
+    torch.cuda.synchronize()
 
 
 def _work(
@@ -113,10 +131,14 @@ def _work(
         yield partial(_step, model, batch)
     for counted in _powers(max(1, LOGITS_ELEMENTS // model.config.vocab_size)):
         yield partial(_head, model, counted)
-    slots, most = len(weights.slots(0)), ranks * max_rows * model.config.num_experts_per_tok
+    yield from _expert_work(weights, max_rows, ranks)
+
+
+def _expert_work(weights: Weights, max_rows: int, ranks: int) -> Iterator[Callable[[], None]]:
+    slots, most = len(weights.slots(0)), ranks * max_rows * weights.config.num_experts_per_tok
     pairs = {*_powers(most), *(slots * mean for mean in _PAIRS_A_SLOT)}
     for counted in sorted(count for count in pairs if count <= most):
-        yield partial(_experts, model.config, weights, counted)
+        yield partial(_experts, weights.config, weights, counted)
 
 
 def _step(model: Model, batch: StepBatch) -> None:

@@ -33,7 +33,8 @@ class MixWeights:
     def from_stored(cls, fn: Tensor, scale: Tensor, base: Tensor, copies: int) -> "MixWeights":
         """Take the three stored scales (pre, post, matrix) apart."""
         counts = torch.tensor([copies, copies, copies * copies], device=scale.device)
-        return cls(fn, scale.repeat_interleave(counts), base)
+        rows = copies * (2 + copies)
+        return cls(fn, scale.repeat_interleave(counts, output_size=rows), base)
 
 
 @dataclass(frozen=True)

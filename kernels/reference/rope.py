@@ -4,6 +4,7 @@ Neighbouring channels form a complex number; pair i at position p turns by p * f
 float32, the result is rounded to bf16.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from phalanx.kernels.reference.rows import lanewise
 
 _FIRST_POSITIONS: Final = 4096
+_PIECE, _THREADS = 1 << 15, 8  # positions made at a time, and how many such pieces
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,30 @@ def stretch(freqs: Tensor, *, factor: float, low: int, high: int) -> Tensor:
     return freqs / factor * (1 - keep) + freqs * keep
 
 
-def rope_table(freqs: Tensor, num_positions: int) -> RopeTable:
-    """Tables of the positions 0..num_positions-1."""
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), freqs)
+def rope_table(freqs: Tensor, num_positions: int, first: int = 0) -> RopeTable:
+    """Tables of the positions from `first` to num_positions-1."""
+    angles = torch.outer(torch.arange(first, num_positions, dtype=torch.float32), freqs)
     cos, sin = lanewise(torch.cos, angles), lanewise(torch.sin, angles)
     return RopeTable(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), dim=-1).flatten(-2))
 
 
 class GrowingRope:
-    """A table that reaches as far as it was asked for: all of a million positions take 0.5 GB.
+    """A table that reaches as far as it was asked for: all of a million positions take 0.5 GiB.
 
     Made on the CPU, so that it is the same bits everywhere; the rows asked for lie on `device`.
     """
 
-    def __init__(self, freqs: Tensor, device: torch.device | None = None) -> None:
+    def __init__(
+        self, freqs: Tensor, device: torch.device | None = None, num_positions: int = 0
+    ) -> None:
+        """`num_positions`: have all of these from the start. So it is on a GPU, where nothing may grow
+        once memory is given out, and recorded steps read the table where it lay."""
         self._freqs, self._device = freqs, device or freqs.device
-        self._table = rope_table(freqs, _FIRST_POSITIONS).to(self._device)
+        self._table = (
+            _whole_table(freqs, num_positions, self._device)
+            if num_positions
+            else rope_table(freqs, _FIRST_POSITIONS).to(self._device)
+        )
 
     def at(self, positions: Tensor) -> RopeTable:
         """The rows of these positions, int64 [R] on the CPU."""
@@ -79,10 +89,19 @@ class GrowingRope:
         """The rows of positions that were reached, int64 [R] on the table's device."""
         return self._table.at(there)
 
-    @property
-    def table(self) -> RopeTable:
-        """As far as it reaches now."""
-        return self._table
+
+def _whole_table(freqs: Tensor, num_positions: int, device: torch.device) -> RopeTable:
+    """The table in its place, made in pieces by several threads."""
+    shape = (num_positions, 2 * len(freqs))
+    whole = RopeTable(torch.empty(shape, device=device), torch.empty(shape, device=device))
+
+    firsts = range(0, num_positions, _PIECE)
+    with ThreadPoolExecutor(_THREADS, "rope") as pool:
+        ends = [min(first + _PIECE, num_positions) for first in firsts]
+        pieces = pool.map(lambda first, end: rope_table(freqs, end, first), firsts, ends)
+        for first, end, piece in zip(firsts, ends, pieces, strict=True):
+            whole.cos[first:end], whole.sin[first:end] = piece.cos, piece.sin
+    return whole
 
 
 def rotate(x: Tensor, table: RopeTable) -> Tensor:

@@ -10,16 +10,20 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
+from triton.runtime._async_compile import FutureKernel, active_mode
 from triton.runtime.jit import JITFunction
 
 _LOOK_S = 0.25
+_LINE_BYTES = 64  # in the lock's file: the holder's process id, variants compiled, variants
+# A kernel takes seconds to compile; whoever has compiled none for so long is not waited for any more.
+HUNG_S = 60.0
 
 
 def watch_compiling(begin: Callable[[str], None], end: Callable[[str, float], None]) -> None:
@@ -43,7 +47,9 @@ def watch_compiling(begin: Callable[[str], None], end: Callable[[str, float], No
 
 @contextmanager
 def compiling_ahead(
-    alive: Callable[[], None], on_progress: Callable[[int, int], None]
+    alive: Callable[[], None],
+    on_progress: Callable[[int, int], None],
+    on_wait: Callable[[str, float], None],
 ) -> Iterator[Callable[[], int]]:
     """Within it kernels are not launched: their variants are compiled, by all CPUs, and are ready at its end.
 
@@ -52,11 +58,14 @@ def compiling_ahead(
     What a kernel would have written stays what it was, and new tensors are zeros: whoever uses a
     result must do with those. A compilation that fails raises at the end.
 
-    One process of a machine at a time: others wait, and find what it made in Triton's cache.
+    One process of a machine at a time: others wait, and find what it made in Triton's cache. One that
+    gets no further is not waited for.
 
     Args:
-        alive: called several times a second while waiting.
+        alive: called for every variant that is asked for.
         on_progress: called with (variants compiled, variants), several times a second at the end.
+        on_wait: called several times a second while another process compiles, with what is waited for,
+            for people, and the share that is done, -1 if that is not known.
     """
     launch = JITFunction.run
     seen: set[Any] = set()
@@ -70,35 +79,85 @@ def compiling_ahead(
         key = (self, *looks, *kwargs.items())
         if key not in seen:
             seen.add(key)
+            alive()
+            tell(0, len(pool.futures))
             launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with _alone(alive), _Compilers() as pool, triton.AsyncCompileMode(pool):
-        JITFunction.run = run
-        try:
-            with _Zeros():
-                yield lambda: len(pool.futures)
-        finally:
-            JITFunction.run = launch
-        unfinished: set[Future[Any]] = set(pool.futures)
-        while unfinished:
-            on_progress(len(pool.futures) - len(unfinished), len(pool.futures))
-            _, unfinished = wait(unfinished, _LOOK_S)
+    try:
+        with _alone(on_wait) as tell, _Compilers() as pool, _compiled_by(pool):
+            JITFunction.run = run
+            try:
+                with _Zeros():
+                    yield lambda: len(pool.futures)
+            finally:
+                JITFunction.run = launch
+            unfinished: set[Future[Any]] = set(pool.futures)
+            while unfinished:
+                done, of = len(pool.futures) - len(unfinished), len(pool.futures)
+                on_progress(done, of)
+                tell(done, of)
+                _, unfinished = wait(unfinished, _LOOK_S)
+    finally:
+        _forget_failed({kernel for kernel, *_ in seen})
+
+
+def _forget_failed(kernels: set[Any]) -> None:
+    """What was not compiled to its end is not taken for compiled when it is asked for again."""
+    for kernel in kernels:
+        for cache, *_ in kernel.device_caches.values():
+            for key in [key for key, made in cache.items() if isinstance(made, FutureKernel)]:
+                del cache[key]
 
 
 @contextmanager
-def _alone(alive: Callable[[], None]) -> Iterator[None]:
-    """Among the processes that share Triton's cache."""
+def _compiled_by(pool: ThreadPoolExecutor) -> Iterator[None]:
+    try:
+        with triton.AsyncCompileMode(pool):
+            yield
+    finally:
+        active_mode.set(None)  # Triton does not get to it when a compilation fails
+
+
+@contextmanager
+def _alone(on_wait: Callable[[str, float], None]) -> Iterator[Callable[[int, int], None]]:
+    """Among the processes that share Triton's cache. Yields what tells the others how far this one is.
+
+    The lock goes with the process that has it. One that lives and gets no further is given up: to
+    compile at the same time costs time, and nothing else.
+    """
     folder = Path(triton.knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "phalanx.lock").open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                alive()
-                time.sleep(_LOOK_S)
-        yield  # closing the file lets go of it
+    lock = os.open(folder / "phalanx.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        mine = _acquire(lock, on_wait)
+
+        def tell(done: int, of: int) -> None:
+            if mine:
+                line = b"%d %d %d" % (os.getpid(), done, of)
+                os.pwrite(lock, line.ljust(_LINE_BYTES), 0)
+
+        tell(0, 0)
+        yield tell
+    finally:
+        os.close(lock)
+
+
+def _acquire(lock: int, on_wait: Callable[[str, float], None]) -> bool:
+    """Whether the lock is had: False when its holder got no further for too long."""
+    told, since = b"", time.monotonic()
+    while True:
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        now, line = time.monotonic(), os.pread(lock, _LINE_BYTES, 0)
+        if line != told:
+            told, since = line, now
+        pid, done, of = map(int, line.split() or (0, 0, 0))
+        if now - since > HUNG_S:
+            on_wait(f"compile kernels, as process {pid} has got no further with them", -1.0)
+            return False
+        on_wait(f"wait for process {pid}, which compiles kernels", done / of if of else -1.0)
+        time.sleep(_LOOK_S)
 
 
 class _Compilers(ThreadPoolExecutor):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from forward_world import TINY
 
+from phalanx.kernels.reference import rope
 from phalanx.kernels.reference.rope import GrowingRope, frequencies, rope_table
 from phalanx.worker_svc.model import footprint, head
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
@@ -106,3 +107,13 @@ def test_a_growing_table_is_the_table(positions: list[int]) -> None:
     for at in (torch.tensor(positions, dtype=torch.int64), torch.tensor([7, 4100])):
         got = growing.at(at)
         assert torch.equal(got.cos, whole.cos[at]) and torch.equal(got.sin, whole.sin[at])
+
+
+def test_a_whole_table_is_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made in pieces, wherever it is asked for."""
+    monkeypatch.setattr(rope, "_PIECE", 700)
+    freqs = frequencies(32, 10000.0)
+    with torch.inference_mode():
+        made = GrowingRope(freqs, num_positions=5003).at(torch.arange(5003))
+    whole = rope_table(freqs, 5003)
+    assert torch.equal(made.cos, whole.cos) and torch.equal(made.sin, whole.sin)

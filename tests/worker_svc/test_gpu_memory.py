@@ -6,7 +6,7 @@ from forward_world import TINY
 
 from phalanx.worker_svc.model.checkpoint import load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
-from phalanx.worker_svc.model.footprint import all_slots, expert_bytes, stored_bytes
+from phalanx.worker_svc.model.footprint import all_slots, gpu_bytes, slot_bytes
 from phalanx.worker_svc.model.shards import CheckpointError
 
 
@@ -14,8 +14,8 @@ from phalanx.worker_svc.model.shards import CheckpointError
 def test_it_says_how_many_experts_would_fit(experts: int) -> None:
     config = ModelConfig.load(TINY)
     layers = len(all_slots(config))
-    bare = stored_bytes(config, [0] * layers)
-    limit = bare + experts * layers * expert_bytes(config) + 1
+    bare = gpu_bytes(config, [1] * layers) - layers * slot_bytes(config)
+    limit = bare + experts * layers * slot_bytes(config) + 1
     with pytest.raises(CheckpointError) as raised:
         load_checkpoint(TINY, memory_limit_bytes=limit, device=torch.device("cuda"))
     advice = f"{experts} experts a layer would fit" if experts else "not even one expert"

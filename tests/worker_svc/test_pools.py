@@ -11,7 +11,7 @@ from phalanx.protocol.errors import ConfigError, NoRoom
 from phalanx.worker_svc import pools
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.layout import CacheLayout
-from phalanx.worker_svc.pools import GpuPlan, graphs_bytes, pool_sizes
+from phalanx.worker_svc.pools import GpuPlan, graphs_bytes, pool_sizes, workspace_bytes
 
 LAYOUT = CacheLayout(ModelConfig.load(Path(__file__).resolve().parents[1] / "golden" / "tiny-a"))
 FULL = CacheLayout(ModelConfig.load(Path(__file__).parent / "full_config.json"))
@@ -120,3 +120,10 @@ def test_recorded_steps_are_part_of_the_plan_where_there_are_any() -> None:
         NodeConfig(device="cuda", worker=WorkerConfig(kernels="reference")),
     ):
         assert graphs_bytes(model, other) == 0
+
+
+def test_every_rank_has_room_for_the_pairs_of_all() -> None:
+    model = FULL.config
+    one, four = (workspace_bytes(model, NodeConfig(device="cuda", ranks=ranks)) for ranks in (1, 4))
+    rows = SchedulerConfig().max_num_batched_tokens * model.num_experts_per_tok
+    assert four - one > 3 * rows * (8 * model.hidden_size + 12 * model.moe_intermediate_size)

@@ -3,12 +3,14 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 from forward_world import World, alone, weights_of
 
 from phalanx.worker_svc import warm
+from phalanx.worker_svc.backend import ModelBackend
 from phalanx.worker_svc.warm import warm_up
 
 pytest.importorskip("triton")
@@ -19,7 +21,9 @@ _NEEDED = 12  # 8 kinds of draws, and 4 steps
 
 @contextmanager
 def few_needed(
-    alive: Callable[[], None], on_progress: Callable[[int, int], None]
+    alive: Callable[[], None],
+    on_progress: Callable[[int, int], None],
+    on_wait: Callable[[str, float], None],
 ) -> Iterator[Callable[[], int]]:
     """As if the first pieces of work asked for a kernel each, and the others for none."""
     calls = itertools.count()
@@ -48,3 +52,53 @@ def test_steps_of_any_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [("compile kernels", 0.5), *loads]
     ids = world.tokens(40)
     assert torch.equal(world.run(0, 0, ids), alone("tiny-a", ids))
+
+
+class Asked:
+    """What a backend's warm-ups for a group were asked for: (ranks, expert slots), and whether a kernel that is
+    compiled meanwhile would be late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[tuple[int, int, bool]] = []
+        self.fails = False
+        self.slots = 8
+        self.backend = object.__new__(ModelBackend)
+        self.backend._weights = SimpleNamespace(slots=lambda layer: (0,) * self.slots)  # type: ignore[assignment]
+        config = SimpleNamespace(scheduler=SimpleNamespace(max_num_batched_tokens=30))
+        log = SimpleNamespace(info=lambda *_, **__: None)
+        self.backend._service = SimpleNamespace(config=config, log=log)  # type: ignore[assignment]
+        self.backend._warm, self.backend._warm_for = True, (2, 8)
+        monkeypatch.setattr("phalanx.worker_svc.backend.warm_up_experts", self._warm_up)
+
+    def _warm_up(self, weights: object, rows: int, ranks: int, *_: object) -> None:
+        assert rows == 30
+        self.found.append((ranks, self.slots, self.backend._warm))
+        if self.fails:
+            raise RuntimeError("CUDA out of memory")
+
+
+def test_a_group_that_asks_for_more_is_warmed_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other; nor is what is compiled for it taken for late."""
+    asked = Asked(monkeypatch)
+    for ranks, slots in ((2, 8), (1, 8), (3, 8), (2, 8), (3, 12), (1, 12), (1, 9)):
+        asked.slots = slots
+        asked.backend._warm_up_group(ranks)
+        assert asked.backend._warm
+    assert asked.found == [(3, 8, False), (3, 12, False), (1, 9, False)]
+
+
+def test_a_warm_up_that_failed_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+    asked.fails = True
+    with pytest.raises(RuntimeError):
+        asked.backend._warm_up_group(3)
+    asked.fails = False
+    asked.backend._warm_up_group(3)
+    assert asked.found == [(3, 8, False)] * 2 and asked.backend._warm
+
+
+def test_nothing_is_warmed_up_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(monkeypatch)
+    asked.backend._warm = False  # as it stays on a CPU
+    asked.backend._warm_up_group(3)
+    assert asked.found == []

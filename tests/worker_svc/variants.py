@@ -29,6 +29,8 @@ from phalanx.worker_svc import warm
 from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
 
 MAX_ROWS, NUM_SLOTS, STEPS = 600, 40, 80
+# A group that changed: so many ranks, whose rows may all come here, and expert slots of a layer.
+RANKS, EXPERT_SLOTS = 5, 24
 
 
 class Hopper:
@@ -42,6 +44,10 @@ class Hopper:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def ignored(*_: object) -> None:
+    """What is told while kernels are compiled."""
 
 
 def random_steps(world: World, rng: random.Random) -> Iterator[tuple[StepBatch, list[int]]]:
@@ -63,7 +69,8 @@ def random_steps(world: World, rng: random.Random) -> Iterator[tuple[StepBatch, 
 def main() -> None:
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
-    found: dict[str, set[tuple[str, str]]] = {"warm up": set(), "serving": set()}
+    phases = ("warm up", "serving", "warm up of a group", "serving in it")
+    found: dict[str, set[tuple[str, str]]] = {phase: set() for phase in phases}
     phase = "warm up"
 
     def asked_for(*, fn: Any, key: str, **_: Any) -> bool:
@@ -78,21 +85,36 @@ def main() -> None:
     world = World("tiny-a", num_slots=NUM_SLOTS)
     weights = weights_of("tiny-a")
     world.model.experts = warm._OwnExperts(weights, lambda: None)
-    with compiling_ahead(lambda: None, lambda done, of: None):
+    with compiling_ahead(lambda: None, ignored, ignored):
         for do in warm._work(world.model, weights, MAX_ROWS, ranks=1):
             do()
     phase = "serving"
     rng = random.Random(1)
-    with compiling_ahead(lambda: None, lambda done, of: None):
+    with compiling_ahead(lambda: None, ignored, ignored):
         for batch, kept in random_steps(world, rng):
             pending = world.model.forward(batch)
             if len(pending.logits):
                 rows = [rng.choice(warm._SAMPLING) for _ in range(len(pending.logits))]
                 sample(pending.logits, SamplingRows.of(rows))
             pending.commit(kept)
-    late = sorted(name for name, _ in found["serving"] - found["warm up"])
-    kinds = len({name for name, _ in found["warm up"]})
-    print(json.dumps({"kernels": kinds, "variants": len(found["warm up"]), "late": late}))
+    for layer in range(weights.config.num_hidden_layers):
+        weights.widen(layer, EXPERT_SLOTS)
+    phase = "warm up of a group"
+    warm.warm_up_experts(weights, MAX_ROWS, RANKS, lambda: None, ignored)
+    phase = "serving in it"
+    most = RANKS * MAX_ROWS * weights.config.num_experts_per_tok
+    with compiling_ahead(lambda: None, ignored, ignored):
+        for _ in range(STEPS):
+            warm._experts(weights.config, weights, rng.randrange(1, most + 1))
+    warm_in_group = found["warm up"] | found["warm up of a group"]
+    late = (found["serving"] - found["warm up"]) | (found["serving in it"] - warm_in_group)
+    result = {
+        "kernels": len({name for name, _ in found["warm up"]}),
+        "variants": len(found["warm up"]),
+        "late": sorted(name for name, _ in late),
+        "of a group alone": len(found["serving in it"] - found["warm up"]),
+    }
+    print(json.dumps(result))
 
 
 main()

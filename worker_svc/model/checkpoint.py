@@ -19,9 +19,10 @@ from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.footprint import (
     NOT_LOADED,
     expert_bytes,
+    gpu_bytes,
     held_bytes,
     packs_experts,
-    stored_bytes,
+    slot_bytes,
 )
 from phalanx.worker_svc.model.memory import available_bytes, shown_bytes
 from phalanx.worker_svc.model.shards import Checkpoint, CheckpointError, Held
@@ -144,6 +145,9 @@ class Weights:
             for stack, matrix in zip(self._experts[layer], matrices, strict=True):
                 stack[slot].copy_(matrix)
         self._slots[layer][slot] = expert
+
+    def check_room(self, slots: int) -> None:
+        """Raises NoRoom where it can be told beforehand that no layer could be widened to so many slots."""
 
     def widen(self, layer: int, slots: int) -> None:
         """Make room for more experts; the new slots hold none (-1). Fewer slots are never made."""
@@ -301,14 +305,14 @@ def _check_gpu_memory(
 ) -> None:
     """The weights must leave room for caches and for what a step needs."""
     config = checkpoint.config
-    need = stored_bytes(config, [len(layer) for layer in slots])
+    need = gpu_bytes(config, [len(layer) for layer in slots])
     have, total, where = limit or 0, 0, "as limited"
     if limit is None:
         have, total = torch.cuda.mem_get_info(device)
         where = f"{torch.cuda.get_device_name(device)}, {shown_bytes(total)}"
     if need > have:
         most = max(len(layer) for layer in slots)
-        fits = _experts_that_fit(checkpoint, len(slots), have)
+        fits = _experts_that_fit(config, slots, have)
         advice = (
             f"{fits} experts a layer would fit: use more ranks"
             if fits
@@ -323,10 +327,11 @@ def _check_gpu_memory(
         raise CheckpointError(text)
 
 
-def _experts_that_fit(checkpoint: Checkpoint, num_layers: int, have: int) -> int:
-    config = checkpoint.config
-    rest = have - stored_bytes(config, [0] * num_layers)
-    return max(0, rest // (expert_bytes(config) * num_layers))
+def _experts_that_fit(config: ModelConfig, slots: ExpertSlots, have: int) -> int:
+    """Of every layer that shall have any."""
+    counts = [len(layer) for layer in slots]
+    bare = gpu_bytes(config, counts) - slot_bytes(config) * sum(counts)
+    return max(0, (have - bare) // (slot_bytes(config) * sum(count > 0 for count in counts)))
 
 
 def _token_map(checkpoint: Checkpoint) -> npt.NDArray[np.int64]:

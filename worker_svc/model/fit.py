@@ -7,7 +7,7 @@ from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.placement import slots_per_rank
 from phalanx.worker_svc.devices import Devices
 from phalanx.worker_svc.model.config import ModelConfig
-from phalanx.worker_svc.model.footprint import all_slots, held_bytes, shared_bytes, stored_bytes
+from phalanx.worker_svc.model.footprint import all_slots, gpu_bytes, held_bytes, shared_bytes
 from phalanx.worker_svc.model.layout import BLOCK_TOKENS, CacheLayout
 
 CPU_RANKS: Final = 8  # the most that are worked out for a CPU
@@ -46,7 +46,7 @@ def _fit(config: ModelConfig, devices: Devices, ranks: int) -> Fit:
         weights, shared = held_bytes(config, slots), shared_bytes(config)
         room = (usable - shared) // ranks - weights
     else:
-        weights, shared = stored_bytes(config, slots), 0
+        weights, shared = gpu_bytes(config, slots), 0
         room = usable - weights
     room -= SchedulerConfig().max_num_seqs * layout.slot_bytes
     blocks = max(0, room // layout.block_bytes - 1)  # one is the null block

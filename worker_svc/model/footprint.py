@@ -1,7 +1,7 @@
 """What a rank's weights take, before anything is loaded. No torch here.
 
 On a CPU linears are held as float32, and so are small experts; the rest is read where it lies in the
-files. On a GPU everything is held as it is stored, but for Engram tables, which stay with the host.
+files. On a GPU matrices are held as they are stored, but for Engram tables, which stay with the host.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Final
 
 from phalanx.worker_svc.model.config import ModelConfig
-from phalanx.worker_svc.model.tensors import TensorSpec, num_experts, tensor_specs
+from phalanx.worker_svc.model.tensors import TensorSpec, layer_prefix, num_experts, tensor_specs
 
 # Counted in totals and never loaded whole: experts have slots, tables are read by row.
 NOT_LOADED: Final = ("expert", "engram_table", "vision")
@@ -47,27 +47,50 @@ def shared_bytes(config: ModelConfig) -> int:
     """Page cache that the CPU ranks of a machine read together at every step."""
     shared = sum(spec.num_bytes for spec in _dense(config) if spec.part in _IN_PLACE)
     if packs_experts(config):
-        shared += expert_bytes(config) * sum(all_slots(config))
+        shared += expert_bytes(config) * sum(all_slots(config, config.n_routed_experts))
     return shared
 
 
-def stored_bytes(config: ModelConfig, slots: Sequence[int]) -> int:
-    """Memory of a GPU rank's weights, as they are stored."""
-    dense = sum(spec.num_bytes for spec in _dense(config))
-    return dense + expert_bytes(config) * sum(slots)
+def gpu_bytes(config: ModelConfig, slots: Sequence[int]) -> int:
+    """Memory of a GPU rank's weights and rotary tables.
+
+    Args:
+        slots: expert slots of every layer and draft stage. A stage without any is not there at all.
+    """
+    unused = tuple(
+        f"{layer_prefix(config, layer)}."
+        for layer, count in enumerate(slots)
+        if layer >= config.num_hidden_layers and not count
+    )
+    dense = sum(_gpu_bytes(spec) for spec in _dense(config) if not spec.name.startswith(unused))
+    ropes = 2 * 2 * 4 * config.max_positions * config.qk_rope_head_dim  # two kinds, cos and sin
+    return dense + ropes + slot_bytes(config) * sum(slots)
+
+
+def slot_bytes(config: ModelConfig) -> int:
+    """One expert slot on a GPU: as stored, in whole tiles of 64 x 128 weights, and three factors."""
+
+    def tiles(rows: int, columns: int) -> int:
+        return -(-rows // 64) * -(-columns // 128)
+
+    inter, hidden = config.moe_intermediate_size, config.hidden_size
+    return (2 * tiles(inter, hidden) + tiles(hidden, inter)) * 64 * (64 + 4) + 3 * 4
+
+
+def _gpu_bytes(spec: TensorSpec) -> int:
+    """As stored, but for vectors, which are widened, and what is not read."""
+    if spec.part == "norm":
+        return 4 * spec.num_params
+    return 0 if spec.name.endswith(".bias_vl") else spec.num_bytes
 
 
 def all_slots(config: ModelConfig, slots_per_layer: int | None = None) -> list[int]:
-    """Slots of every layer and draft stage: all experts, or so many of each backbone layer's.
-
-    Draft stages have no placement: every rank holds all of their experts.
-    """
+    """Slots of every layer and draft stage: all experts; or of a rank that serves, so many of each
+    backbone layer's and none of the draft stages', from which no node serves."""
     depth = config.num_hidden_layers
-    layers = range(depth + config.draft_stages)
-    counts = [num_experts(config, layer) for layer in layers]
     if slots_per_layer is not None:
-        counts[:depth] = [slots_per_layer] * depth
-    return counts
+        return [slots_per_layer] * depth + [0] * config.draft_stages
+    return [num_experts(config, layer) for layer in range(depth + config.draft_stages)]
 
 
 @lru_cache(maxsize=2)  # a large model has a hundred thousand tensors

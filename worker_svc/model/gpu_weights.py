@@ -6,9 +6,12 @@ from torch import Tensor
 from phalanx.kernels.matrix import Fp8Matrix, Matrix
 from phalanx.kernels.ops import ExpertPool, expert_pool, gather
 from phalanx.kernels.reference.quant import dequant_engram_rows
+from phalanx.protocol.errors import NoRoom
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.checkpoint import Expert, Weights
+from phalanx.worker_svc.model.footprint import slot_bytes
 from phalanx.worker_svc.model.host_tables import PickedRows, readable_by_gpu
+from phalanx.worker_svc.model.memory import shown_bytes
 from phalanx.worker_svc.model.shards import Checkpoint
 from phalanx.worker_svc.model.tensors import expert_names
 
@@ -85,16 +88,40 @@ class GpuWeights(Weights):
             for name in expert_names(self.config, layer, expert)
             for part in self.packed(name)
         ]
+        self._slots[layer][slot] = -1  # what fails half-way leaves no expert
         self._pools[layer].put(slot, *parts)
         self._slots[layer][slot] = expert
+
+    def check_room(self, slots: int) -> None:
+        """Raises NoRoom, with the numbers, unless every backbone layer can be widened to so many slots.
+        Nothing was changed then."""
+        have = [len(held) for held in self._slots[: self.config.num_hidden_layers]]
+        added = sum(max(0, slots - count) for count in have)
+        if not added:
+            return
+        # The old slots of one layer stay until they are copied.
+        need = slot_bytes(self.config) * (added + max(have))
+        free = free_bytes(self.device)
+        if need > free:
+            raise NoRoom(
+                f"{slots} expert slots a layer, where there are {min(have)}, need {shown_bytes(need)} more"
+                f" of GPU memory, {shown_bytes(free)} are left: keep more ranks, or lower"
+                " worker.num_blocks or worker.kv_bytes"
+            )
 
     def widen(self, layer: int, slots: int) -> None:
         have = len(self._slots[layer])
         if slots > have:
+            self._pools[layer].widen(slots)  # there may be no room for it
             self._slots[layer] += [-1] * (slots - have)
-            self._pools[layer].widen(slots)
 
     def _make_slots(self, num_slots: int) -> None:
         c = self.config
         pool = expert_pool(num_slots, c.hidden_size, c.moe_intermediate_size, self.device)
         self._pools.append(pool)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of a GPU's memory: what nobody holds, and what torch holds for later."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.ops import collapse, mean_copies, rms_norm
-from phalanx.kernels.reference.rope import GrowingRope, RopeTable, frequencies, stretch
+from phalanx.kernels.reference.rope import GrowingRope, frequencies, stretch
 from phalanx.kernels.reference.rows import pad_rows
 from phalanx.protocol import faults
 from phalanx.worker_svc.model.attention import attention, store_entries
@@ -19,7 +19,7 @@ from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.draft import Drafter
 from phalanx.worker_svc.model.engram import Engram
 from phalanx.worker_svc.model.head import OutputHead
-from phalanx.worker_svc.model.layers import layer_weights
+from phalanx.worker_svc.model.layers import LayerWeights, layer_weights
 from phalanx.worker_svc.model.moe import Experts, visit
 from phalanx.worker_svc.model.moving import moved
 from phalanx.worker_svc.model.noise import nudge
@@ -88,6 +88,35 @@ class PendingStep:
             self._decoder.commit(self._step.tail.accepted(accepted))
 
 
+@dataclass(frozen=True)
+class DenseParts:
+    """What a model holds beside experts and caches: weights, and tables that follow from its numbers.
+
+    Attributes:
+        plain_rope, yarn_rope: of the layers without and with compressed entries.
+    """
+
+    embedding: Tensor
+    head: OutputHead
+    final_norm: Tensor
+    layers: list[LayerWeights]
+    engram: Engram
+    plain_rope: GrowingRope
+    yarn_rope: GrowingRope
+
+    @classmethod
+    def of(cls, weights: Weights) -> "DenseParts":
+        layers = range(weights.config.num_hidden_layers)
+        return cls(
+            weights["embed"],
+            OutputHead(weights["head"]),
+            weights.take("norm"),
+            [layer_weights(weights, layer) for layer in layers],
+            Engram(weights),
+            *rope_tables(weights.config, weights.device),
+        )
+
+
 class Model:
     """Weights, caches and experts of one rank, ready to step.
 
@@ -97,6 +126,7 @@ class Model:
         experts: where routed experts run.
         draft_experts: where those of the draft stages run; None to do without drafts.
         truncation: which rows of a prompt the later layers leave out; none by default.
+        parts: of these weights, where they were needed before the caches.
 
     Attributes:
         drafter: proposes tokens, if there are draft stages and experts for them.
@@ -110,6 +140,7 @@ class Model:
         experts: Experts,
         draft_experts: Experts | None = None,
         truncation: Truncation = OFF,
+        parts: DenseParts | None = None,
     ) -> None:
         config = weights.config
         truncation.check(config)
@@ -117,14 +148,12 @@ class Model:
         self.truncation = truncation
         self.pools = pools
         self.experts = experts
-        self.embedding = weights["embed"]
-        self.head = OutputHead(weights["head"])
-        self.final_norm = weights.take("norm")
-        self.layers = [layer_weights(weights, i) for i in range(config.num_hidden_layers)]
-        self.engram = Engram(weights)
+        parts = parts or DenseParts.of(weights)
+        self.embedding, self.head, self.final_norm = parts.embedding, parts.head, parts.final_norm
+        self.layers, self.engram = parts.layers, parts.engram
+        self._plain_rope, self._yarn_rope = parts.plain_rope, parts.yarn_rope
         self._max_len = pools.history.shape[1]
         self._device = weights.device
-        self._plain_rope, self._yarn_rope = rope_tables(config, weights.device)
         self.recorded: Recorded | None = None
         self.drafter: Drafter | None = None
         if draft_experts is not None and config.draft_stages > 0:
@@ -173,11 +202,6 @@ class Model:
         """Make the rotary tables long enough for these positions, int64 [P] on the CPU."""
         self._plain_rope.reach(positions)
         self._yarn_rope.reach(positions)
-
-    @property
-    def rope_tables(self) -> tuple[RopeTable, RopeTable]:
-        """As far as they reach now."""
-        return self._plain_rope.table, self._yarn_rope.table
 
     def ropes(self, positions: Tensor) -> Ropes:
         """Rotary tables of rows at positions that were reached, int64 [P] where they are computed."""
@@ -269,11 +293,12 @@ class Model:
 
 
 def rope_tables(config: ModelConfig, device: torch.device = CPU) -> tuple[GrowingRope, GrowingRope]:
-    """Tables of the layers without and with compressed entries (model.md C.0)."""
+    """Tables of the layers without and with compressed entries (model.md C.0); on a GPU of all positions."""
     dim, yarn = config.qk_rope_head_dim, config.rope_scaling
     low, high = config.yarn_range
     stretched = stretch(
         frequencies(dim, config.compress_rope_theta), factor=yarn.factor, low=low, high=high
     )
     plain = frequencies(dim, config.rope_theta)
-    return GrowingRope(plain, device), GrowingRope(stretched, device)
+    reach = 0 if device == CPU else config.max_positions
+    return GrowingRope(plain, device, reach), GrowingRope(stretched, device, reach)

@@ -126,8 +126,6 @@ class _RoomRecord:
         self._batch.check(model.config, max_len)
         inputs, device = model.inputs(self._batch, room), model.pools.slots.device
         model.reach(inputs.rows.positions)
-        # Held here, because a table that has to grow moves.
-        self._tables = model.rope_tables
         self._inputs = Refilled(inputs, device)
         self._inputs.fill(inputs)
         self._places = model.engram.places(room.rows)
