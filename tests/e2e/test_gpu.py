@@ -112,13 +112,14 @@ def check(
     assert again == together
 
 
-def compiled_late(node: Node) -> list[str]:
-    """Kernels that requests had to wait for, as the worker's log tells."""
-    return [record["kernel"] for record in logged(node, "kernel compiled while serving")]
+def compiled_late(node: Node, ranks: int = 1) -> list[str]:
+    """Kernels that requests had to wait for, as the workers' logs tell."""
+    event = "kernel compiled while serving"
+    return [record["kernel"] for rank in range(ranks) for record in logged(node, event, rank)]
 
 
-def logged(node: Node, event: str) -> list[dict[str, str]]:
-    lines = (node.run_dir / "logs" / "worker-0.log").read_text().splitlines()
+def logged(node: Node, event: str, rank: int = 0) -> list[dict[str, str]]:
+    lines = (node.run_dir / "logs" / f"worker-{rank}.log").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
@@ -145,9 +146,11 @@ def test_streams_of_a_small_model(start_node: Callable[..., Node]) -> None:
     check(start_node, "random-tiny", specs(lengths, 40, 500), {}, small, alone=5)
 
 
-def killed(node: Node, wanted: list[Spec], victim: str) -> Streams:
-    """The streams when a process is killed while they run; the node is whole again afterwards."""
-    pid = node.pids()[victim]
+def killed(node: Node, wanted: list[Spec], victim: str, survivor: str = "gateway") -> Streams:
+    """The streams when a process is killed while they run; the node is whole again afterwards, and the
+    survivor is the process that it was."""
+    before = node.pids()
+    pid = before[victim]
 
     def kill() -> None:
         wait_for(lambda: node.running() > len(wanted) // 2, 60, "running sequences")
@@ -157,6 +160,7 @@ def killed(node: Node, wanted: list[Spec], victim: str) -> Streams:
     # A worker's kernels lie in the cache on disk, but its process loads CUDA and the weights again.
     node.wait_healthy(120)
     assert node.pids()[victim] != pid
+    assert node.pids()[survivor] == before[survivor]
     wait_for(node.whole, 60, "every block and slot back")
     return found
 
@@ -170,9 +174,14 @@ def test_a_killed_process_changes_no_token(start_node: Callable[..., Node]) -> N
     node.stop()
 
 
-@pytest.mark.skipif(DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.device_count() < 2, reason="needs two GPUs"
+)
+
+
+@two_gpus
 def test_two_gpus_give_the_tokens_of_one(start_node: Callable[..., Node]) -> None:
-    """And one of them goes on alone when the other's worker is killed."""
+    """And one of them goes on, as the same process, when the other's worker is killed."""
     wanted = specs([1, 130, 300, 9, 500, 64], 300, 500)
     options = ("--device", DEVICE, "--model", "random-tiny")
     one = start_node(1, *options)
@@ -181,8 +190,36 @@ def test_two_gpus_give_the_tokens_of_one(start_node: Callable[..., Node]) -> Non
     two = start_node(2, *options)
     assert timed("two ranks", lambda: two.run(wanted, timeout=_READ_S)) == expected
     print(f"step us: {steps(two)}")
-    assert killed(two, wanted, "worker-1") == expected
+    assert killed(two, wanted, "worker-1", survivor="worker-0") == expected
+    assert compiled_late(two, ranks=2) == []
     two.stop()
+
+
+@two_gpus
+def test_a_second_gpu_comes_and_goes(start_node: Callable[..., Node]) -> None:
+    """Streams that run meanwhile are the same, in one process, and wait for no kernel."""
+    wanted = specs([1, 130, 300, 9, 500, 64], 300, 500)
+    node = start_node(1, "--device", DEVICE, "--model", "random-tiny")
+    expected = timed("one rank", lambda: node.run(wanted, timeout=_READ_S))
+    pid = node.pids()["worker-0"]
+
+    def scale(ranks: int) -> Callable[[], None]:
+        def change() -> None:
+            wait_for(lambda: node.running() > len(wanted) // 2, 60, "running sequences")
+            started = time.monotonic()
+            node("scale", ranks)
+            print(f"scale to {ranks}: {time.monotonic() - started:.1f} s")
+
+        return change
+
+    assert timed("becoming two", lambda: node.run(wanted, scale(2), _READ_S)) == expected
+    assert timed("two ranks", lambda: node.run(wanted, timeout=_READ_S)) == expected
+    assert compiled_late(node, ranks=2) == []
+    assert timed("becoming one", lambda: node.run(wanted, scale(1), _READ_S)) == expected
+    assert timed("one rank", lambda: node.run(wanted, timeout=_READ_S)) == expected
+    assert node.pids()["worker-0"] == pid and compiled_late(node) == []
+    wait_for(node.whole, 60, "every block and slot back")
+    node.stop()
 
 
 # --- memory that is not there ------------------------------------------------------------------------
