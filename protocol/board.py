@@ -6,6 +6,7 @@ writer, named below. Readers never lock.
 """
 
 import time
+from collections.abc import Iterable
 from enum import IntEnum
 
 import msgspec
@@ -45,6 +46,7 @@ class ProcessPhase(IntEnum):
     BUSY = 4  # in a step, or in one long piece of work that reports progress
     DRAINING = 5
     COMPILING = 6  # a kernel, within a step: no sign of life until it is there
+    WAITING = 7  # in a step, for the peers that `ProcessRow.awaits` names: it could not be quicker
 
 
 class Board:
@@ -238,6 +240,20 @@ class ProcessRow:
     @phase.setter
     def phase(self, phase: ProcessPhase) -> None:
         self._u64[self._at + 2] = int(phase)
+
+    @property
+    def awaits(self) -> int:
+        """The seats that a rank waits for while its phase is WAITING, one bit each."""
+        return self._u64[self._at + 4]
+
+    def wait_for(self, seats: Iterable[int]) -> None:
+        """Say for whom we wait. Nobody is to be blamed for a wait for none: then the phase stays as it is."""
+        mask = 0
+        for seat in seats:
+            mask |= 1 << seat
+        if mask:
+            self._u64[self._at + 4] = mask
+            self.phase = ProcessPhase.WAITING
 
     @property
     def ready_heard(self) -> int:

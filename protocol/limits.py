@@ -32,12 +32,20 @@ HEALTH_REPEAT_MS = 2_000  # the gateway is told the node's health again, in case
 TROUBLE_MS = 3 * HEALTH_REPEAT_MS  # what a process lacks counts as over when it is not said again
 HANG_MS = 1_500  # a process without progress for this long is killed
 SUSPECT_MS = 450  # of silence, in its own time as far as known: health names it within a second
+TOLD_MS = 5_000  # of silence, whatever the reason: health names it
+# A rank that peers wait for may sleep in the kernel for so long at a stretch (a page from a disk, a driver).
+# A full queue of a slow disk takes a second or two; the kernel's own limit for an answer is 30 s. To lose the
+# rank costs about as much as this wait: its sequences are computed again, its successor loads for seconds.
+STALLED_MS = 10_000
+STALL_TOLD_MS = 1_000  # of one such sleep: health names it
 STARVED_MS_MAX = (
     30_000  # a process that waits for a CPU or a disk is given this much longer at most
 )
-BUSY_SILENCE_MS = (
-    30_000  # one long call of a service (a huge prompt to tokenize) may take this long
-)
+# CPU time that a service may use between two signs of life. The longest pass of a scheduler is some ms, of the
+# others some tens of ms: what takes longer runs in threads beside their loops.
+SPIN_MS = 5_000
+SPIN_SUSPECT_MS = 600  # health names it
+BUSY_SILENCE_MS = 30_000  # busy, and with no progress; or one long call where calls are long
 START_DEADLINE_MS = 120_000  # from spawn to ready; a load that reports progress is not cut
 STOP_ACK_MS = 1_000  # a survivor that does not acknowledge STOP by then is lost too
 GO_ACK_MS = (
@@ -68,4 +76,6 @@ FAULTS_MAX = 64  # made on purpose in one process at a time
 RING_BYTES = 4 << 20  # plan ring and result ring of one rank
 TOPOLOGY_BYTES_MAX = 1 << 20
 BLOCK_SIZE = 128  # tokens of a KV block
-EXCHANGE_DEADLINE_MS = 30_000  # a rank that waits longer for a peer reports itself stuck
+# A rank that waits longer for its peers ends itself. The supervisor finds out who keeps the group waiting, so
+# this is longer than whatever it gives to any rank: it only acts when the supervisor's eyes fail.
+EXCHANGE_DEADLINE_MS = 4 * START_DEADLINE_MS

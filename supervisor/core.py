@@ -26,6 +26,7 @@ from phalanx.protocol.messages import (
     Scrubbed,
     TopologyChanged,
 )
+from phalanx.supervisor.blame import awaited
 from phalanx.supervisor.changes import Changes
 from phalanx.supervisor.events import (
     AcksSeen,
@@ -115,6 +116,7 @@ class SupervisorCore:
         actions: list[Action] = []
         if self.stage in (NodeStage.RUNNING, NodeStage.DRAINING):
             actions += self._spawn_due(now_ns)
+            self._look_at_waits(now_ns)
             actions += self._find_hung(now_ns)
             self._forget_troubles(now_ns)
             if now_ns - self._health_said_ns >= HEALTH_REPEAT_MS * _MS:
@@ -138,6 +140,7 @@ class SupervisorCore:
         the children's silence is perhaps our own, so it starts to count only now."""
         for process in self.processes.values():
             process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
+            process.awaited_ns = 0
         for seat in self.group.waiting:
             self.group.waiting[seat] = Patience(now_ns)
 
@@ -233,6 +236,7 @@ class SupervisorCore:
         process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
         process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
         process.trouble = "", now_ns
+        process.awaits = process.awaited_ns = 0
         process.pid = process.beat_ns = process.progress = process.kill_ns = 0
         process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
         spec = process.spec
@@ -369,14 +373,32 @@ class SupervisorCore:
     # ------------------------------------------------------------ hang detection
 
     def _inspected(self, process: Process, event: Inspected, now_ns: int) -> list[Action]:
-        process.life.inspected(event.state, event.waited_ns, now_ns)
+        found = event.state, event.waited_ns, event.asleep_ns
+        process.life.inspected(*found, now_ns)
         if process.spec.kind == "worker" and process.spec.seat in self.group.waiting:
             late = self.group.waiting[process.spec.seat]
-            late.inspected(event.state, event.waited_ns, now_ns)
+            late.inspected(*found, now_ns)
+        return []
+
+    def _look_at_waits(self, now_ns: int) -> None:
+        """Note since when which ranks keep the group waiting."""
+        running = self.group.phase is GroupPhase.RUNNING
+        members = [self.workers[seat] for seat in self.group.members] if running else []
+        late = awaited({worker.spec.seat: worker.awaits for worker in members if worker.alive})
+        for seat, worker in self.workers.items():
+            worker.awaited_ns = (worker.awaited_ns or now_ns) if seat in late else 0
+
+    def _find_idle(self, now_ns: int) -> list[Action]:
+        """A rank that lives and does not come, of several the one that is waited for longest: when it is gone
+        the others go on."""
+        idle = [worker for worker in self.workers.values() if worker.idle_while_awaited(now_ns)]
+        for worker in sorted(idle, key=lambda worker: worker.awaited_ns)[:1]:
+            why = worker.idle_while_awaited(now_ns)
+            return self.lose(worker, why, worker.awaited_ns, now_ns)
         return []
 
     def _find_hung(self, now_ns: int) -> list[Action]:
-        actions: list[Action] = []
+        actions = self._find_idle(now_ns)
         for process in self.processes.values():
             if not process.alive:
                 continue

@@ -73,17 +73,20 @@ class Observed:
     beat_ns: int
     progress: int
     phase: ProcessPhase
+    awaits: int = 0  # WAITING: for which seats, one bit each
 
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Answer to Inspect. `state` as in /proc/PID/stat ("R" if any thread runs); `waited_ns` is the time
-    its threads have spent runnable but without a CPU, since they started."""
+    """Answer to Inspect, see `supervisor/proc.py`. `state` as in /proc/PID/stat ("R" if any thread runs);
+    `waited_ns` is the time its threads have spent runnable but without a CPU, since they started; `asleep_ns`
+    the longest sleep in state D that one of them is in."""
 
     name: str
     incarnation: int
     state: str
     waited_ns: int
+    asleep_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """When is a silent process hung? A stopped one is; a starved one is not. Pure."""
 
+import math
 from dataclasses import dataclass
 
 from phalanx.protocol.limits import HANG_MS
@@ -13,7 +14,7 @@ _UNSEEN_SHARE = 0.4
 
 @dataclass(slots=True)
 class Patience:
-    """The silence of one process, in the process's own time: waiting for a CPU does not count.
+    """The silence of one process, in the process's own time: waiting for a CPU does not count, nor for a disk.
 
     On a loaded machine a healthy process may get no CPU for seconds; killing it would add the cost of
     its restart to the load that silenced it.
@@ -25,21 +26,29 @@ class Patience:
     _waited_ns: int = UNKNOWN
     _first_ns: int = 0  # when it was inspected first
     _last_ns: int = 0
+    _slept_ns: int = 0  # between looks that began in state D
+    _asleep_ns: int = 0  # of the sleep in state D that it is in
 
-    def inspected(self, state: str, waited_ns: int, now_ns: int) -> None:
+    def inspected(self, state: str, waited_ns: int, asleep_ns: int, now_ns: int) -> None:
         if self._waited_first_ns == UNKNOWN:
             self._waited_first_ns, self._first_ns = waited_ns, now_ns
+        elif self.state == "D":
+            self._slept_ns += now_ns - self._last_ns
         self.state, self._waited_ns, self._last_ns = state, waited_ns, now_ns
+        self._asleep_ns = asleep_ns
 
     def silent_ms(self, now_ns: int) -> float:
         return (now_ns - self.since_ns) / _MS
 
-    def exhausted(self, now_ns: int, limit_ms: float, cap_ms: float) -> bool:
+    def exhausted(
+        self, now_ns: int, limit_ms: float, cap_ms: float, asleep_ms: float = math.inf
+    ) -> bool:
         """Whether the process has been silent for longer than it may.
 
         Args:
             limit_ms: of silence in the process's own time.
             cap_ms: of silence in all: even a starved process is of no use by then.
+            asleep_ms: of one sleep in state D.
         """
         silent_ms = self.silent_ms(now_ns)
         if (
@@ -48,14 +57,16 @@ class Patience:
             return silent_ms > min(limit_ms, HANG_MS)
         if silent_ms > max(limit_ms, cap_ms):
             return True
-        if not self.state or self.state == "D":
-            return False  # not looked at yet; or in the kernel, waiting for a disk
+        if self.state == "D":  # in the kernel, waiting for a disk
+            return self._asleep_ns > asleep_ms * _MS
+        if not self.state:
+            return False  # not looked at yet
         return self._own_ms(now_ns, limit_ms) > limit_ms
 
     def _own_ms(self, now_ns: int, limit_ms: float) -> float:
-        """Of its silence what it did not spend waiting for a CPU, as far as anybody knows."""
+        """Of its silence what it did not spend waiting for a CPU or a disk, as far as anybody knows."""
         unseen_ms = min(self.silent_ms(self._first_ns), _UNSEEN_SHARE * limit_ms)
         # One that was runnable when last seen has perhaps been waiting ever since.
         until_ns = self._last_ns if self.state == "R" else now_ns
         waited_ns = self._waited_ns - self._waited_first_ns
-        return unseen_ms + (until_ns - self._first_ns - waited_ns) / _MS
+        return unseen_ms + (until_ns - self._first_ns - waited_ns - self._slept_ns) / _MS

@@ -1,5 +1,6 @@
 """One process of the node as the core sees it: where it stands, and whether it hangs. Pure."""
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -7,9 +8,14 @@ from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.limits import (
     BUSY_SILENCE_MS,
     HANG_MS,
+    SPIN_MS,
+    SPIN_SUSPECT_MS,
+    STALL_TOLD_MS,
+    STALLED_MS,
     START_DEADLINE_MS,
     STARVED_MS_MAX,
     SUSPECT_MS,
+    TOLD_MS,
 )
 from phalanx.supervisor.events import Observed
 from phalanx.supervisor.patience import Patience
@@ -42,6 +48,10 @@ class Process:
     beat_ns: int = 0
     progress: int = 0
     progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
+    awaits: int = 0  # a rank in a step: the seats that it waits for, one bit each
+    awaited_ns: int = (
+        0  # since when its peers wait for this rank, and it gets nowhere; 0: they do not
+    )
     fraction: float = -1.0  # done of the phase of its start; -1: unknown
     detail: str = ""  # what it does, or why it is not there
     ended: str = ""  # why its last incarnation ended, for people
@@ -85,17 +95,22 @@ class Process:
             return
         advanced = event.progress != self.progress
         self.beat_ns, self.progress, self.phase = event.beat_ns, event.progress, event.phase
+        self.awaits = event.awaits
         life_ns = max(self.life.since_ns, now_ns if advanced else min(event.beat_ns, now_ns))
         if life_ns > self.life.since_ns:
             self.life, self.silent = Patience(life_ns), ""
         idle = self.stage is Stage.READY and event.phase is not ProcessPhase.BUSY
         if advanced or idle:
             self.progress_ns = now_ns
+        if advanced:
+            self.awaited_ns = 0
 
     def hung(self, now_ns: int) -> str:
         """Why the process counts as hung; empty when it does not."""
-        if silence := self._silence(now_ns, HANG_MS):
-            return f"hung: {silence}"
+        asleep_ms = STALLED_MS if self.awaited_ns else math.inf
+        if silence := self._silence(now_ns, HANG_MS, self._spin_ms, STARVED_MS_MAX, asleep_ms):
+            waited_for = ", and its peers wait for it" if self.awaited_ns else ""
+            return f"hung: {silence}{waited_for}"
         still_ms = (now_ns - self.progress_ns) / _MS
         if self.stage is Stage.STARTING and still_ms > START_DEADLINE_MS:
             return f"stuck: not ready, and no progress for {still_ms:.0f} ms"
@@ -105,15 +120,33 @@ class Process:
 
     def suspect(self, now_ns: int) -> str:
         """What makes it likely that it will count as hung soon; empty when nothing does."""
-        return self._silence(now_ns, SUSPECT_MS)
+        spin_ms = SPIN_MS if self.spec.long_calls else SPIN_SUSPECT_MS
+        return self._silence(now_ns, SUSPECT_MS, spin_ms, TOLD_MS, STALL_TOLD_MS)
 
-    def _silence(self, now_ns: int, limit_ms: int) -> str:
+    @property
+    def _spin_ms(self) -> int:
+        return BUSY_SILENCE_MS if self.spec.long_calls else SPIN_MS
+
+    def idle_while_awaited(self, now_ns: int) -> str:
+        """Whether its peers wait in vain although it gives signs of life; empty when they do not."""
+        waited_ms = (now_ns - self.awaited_ns) / _MS
+        if not self.awaited_ns or self.phase is ProcessPhase.COMPILING:
+            return ""
+        # One that is silent has its own limits.
+        if self.life.silent_ms(now_ns) > HANG_MS or waited_ms < BUSY_SILENCE_MS:
+            return ""
+        return f"stuck: its peers have waited for it for {waited_ms:.0f} ms"
+
+    def _silence(
+        self, now_ns: int, limit_ms: float, spin_ms: float, cap_ms: float, asleep_ms: float
+    ) -> str:
         if self.stage is Stage.STARTING or self.phase is ProcessPhase.COMPILING:
-            limit_ms = START_DEADLINE_MS
+            limit_ms, asleep_ms = START_DEADLINE_MS, math.inf
+            cap_ms = max(cap_ms, limit_ms)
         if self.spec.kind != "worker" and self.life.state == "R":
             # A service in one long call burns CPU; nobody waits for it as peers wait for a worker.
-            limit_ms = max(limit_ms, BUSY_SILENCE_MS)
-        if not self.life.exhausted(now_ns, limit_ms, STARVED_MS_MAX):
+            limit_ms = max(limit_ms, spin_ms)
+        if not self.life.exhausted(now_ns, limit_ms, cap_ms, asleep_ms):
             return ""
         silent_ms = self.life.silent_ms(now_ns)
         return f"no sign of life for {silent_ms:.0f} ms, state {self.life.state or '?'}"

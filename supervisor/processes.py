@@ -26,6 +26,8 @@ class ProcessSpec:
     essential: bool = True
     # Every stream waits for it: its successor is started before it dies, and waits (`spawn.py`).
     standby: bool = False
+    # One call of its loop may take seconds of CPU time: nobody waits for it.
+    long_calls: bool = False
 
     def environment(self) -> dict[str, str]:
         """Variables on top of the supervisor's own."""
@@ -55,6 +57,7 @@ def process_table(config: NodeConfig) -> tuple[ProcessSpec, ...]:
             *(name, kind, module, row),
             essential=kind not in ("kvstore", "eplb", "http"),
             standby=kind == "gateway" or (kind == "tokenizer" and config.tokenizers == 1),
+            long_calls=kind == "eplb",
         )
         for row, (name, kind, module) in enumerate(services, 2 * MAX_SEATS)
     )

@@ -100,10 +100,11 @@ class Watch:
         self._stepping = False
         for child in self.children.values():
             row = self._board.processes[child.spec.index]
-            events.append(
-                Observed(child.spec.name, child.incarnation, row.beat_ns, row.progress, row.phase)
-            )
-            busy = row.phase is ProcessPhase.BUSY
+            phase = row.phase
+            awaits = row.awaits if phase is ProcessPhase.WAITING else 0
+            name, incarnation = child.spec.name, child.incarnation
+            events.append(Observed(name, incarnation, row.beat_ns, row.progress, phase, awaits))
+            busy = phase in (ProcessPhase.BUSY, ProcessPhase.WAITING)
             self._stepping |= busy and child.spec.kind == "worker"
         return events
 

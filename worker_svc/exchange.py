@@ -228,7 +228,7 @@ class Exchange:
 
         The tensors are views of the region, valid until `reply` to that peer.
         """
-        self._wait([inbox.dispatch_header for inbox in self._inboxes.values()], "dispatch")
+        self._wait({peer: box.dispatch_header for peer, box in self._inboxes.items()}, "dispatch")
         return [
             (peer, inbox.slots[:n], inbox.weights[:n], inbox.rows[:n])
             for peer, inbox in self._inboxes.items()
@@ -243,14 +243,18 @@ class Exchange:
 
     def results(self) -> dict[int, torch.Tensor]:
         """Wait for every peer's results: bfloat16 [n, hidden] each, valid until the next exchange."""
-        self._wait([inbox.combine_header for inbox in self._inboxes.values()], "combine")
+        self._wait({peer: box.combine_header for peer, box in self._inboxes.items()}, "combine")
         return {
             peer: inbox.results[: inbox.combine_header[1]] for peer, inbox in self._inboxes.items()
         }
 
-    def _wait(self, headers: list[memoryview], leg: str) -> None:
+    def _wait(self, headers: dict[int, memoryview], leg: str) -> None:
         number = self._number
-        self._group.wait(lambda: all(header[0] == number for header in headers), leg)
+        self._group.wait(
+            lambda: all(header[0] == number for header in headers.values()),
+            leg,
+            lambda: [peer for peer, header in headers.items() if header[0] != number],
+        )
 
     def close(self) -> None:
         """Let go of the buffers. Our own memory is the region's, for the next epoch."""

@@ -9,7 +9,7 @@ step. Nobody posts: all are parked. A rank with nothing to do takes the step as 
 import time
 from collections.abc import Callable, Iterable
 
-from phalanx.protocol.board import Board
+from phalanx.protocol.board import Board, ProcessPhase
 from phalanx.protocol.errors import EpochChanged, PhalanxError
 from phalanx.protocol.limits import EXCHANGE_DEADLINE_MS
 
@@ -17,6 +17,13 @@ _SPIN_TURNS = (
     20  # looks before the first sleep: a peer that is about to finish costs no system call
 )
 _SLICE_MS = 20.0  # longest sleep between looks at the epoch word; also bounds a lost wake-up
+# Looks are never that far apart unless we did not run (a paused container): then nobody did, and nobody is late.
+_GAP_NS = 1_000_000_000
+
+
+def nobody() -> list[int]:
+    """For waits that are for no peer."""
+    return []
 
 
 class Group:
@@ -40,6 +47,7 @@ class Group:
         self.peers = [member for member in self.members if member != seat]
         self.round = 1  # the next one
         self._beat = beat
+        self._row = board.processes[seat]  # a worker's row is that of its seat
 
     def peer_waits(self) -> bool:
         """Whether some peer has posted our next round: then we must join it."""
@@ -52,7 +60,7 @@ class Group:
         Raises EpochChanged when the epoch word moves meanwhile.
         """
         self.post(vote)
-        self.wait(self.complete, "vote")
+        self.wait(self.complete, "vote", self.behind)
         return self.votes()
 
     def post(self, vote: int) -> None:
@@ -63,6 +71,11 @@ class Group:
         """Whether every member has posted the round that we posted."""
         mine = (self.epoch, self.round)
         return all(self.board.seats[peer].posted >= mine for peer in self.peers)
+
+    def behind(self) -> list[int]:
+        """The peers that have not posted our round yet."""
+        mine = (self.epoch, self.round)
+        return [peer for peer in self.peers if self.board.seats[peer].posted < mine]
 
     def votes(self) -> list[int]:
         """The votes of the complete round, by seat; the next round begins.
@@ -83,30 +96,45 @@ class Group:
         for peer in self.peers:
             self.board.seats[peer].bell.ring()
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
+    def wait(
+        self, ready: Callable[[], bool], what: str, behind: Callable[[], list[int]] = nobody
+    ) -> None:
         """Return when `ready()`; it is looked at again whenever somebody rings our bell.
 
-        Raises EpochChanged when the epoch moves, PhalanxError when EXCHANGE_DEADLINE_MS have passed
-        (the supervisor acts long before: it sees which rank makes no progress).
+        Meanwhile our heartbeat row names those who are `behind`: who waits is never to blame for the wait.
+
+        Raises EpochChanged when the epoch moves, PhalanxError when EXCHANGE_DEADLINE_MS have passed, not
+        counting time in which we did not run (the supervisor acts long before: it sees who is waited for).
         """
         bell = self.board.seats[self.seat].bell
-        started_ns = 0
+        started_ns = looked_ns = 0
         turns = 0
-        while True:
-            heard = bell.value
-            if ready():
-                return
-            if self.board.epoch != self.epoch:
-                raise EpochChanged(f"epoch {self.epoch} became {self.board.epoch} during {what}")
-            turns += 1
-            if turns <= _SPIN_TURNS:
-                continue
-            now_ns = time.monotonic_ns()
-            started_ns = started_ns or now_ns
-            if now_ns - started_ns > EXCHANGE_DEADLINE_MS * 1_000_000:
-                raise PhalanxError(
-                    f"rank {self.seat} waited {EXCHANGE_DEADLINE_MS} ms for its peers {self.peers}"
-                    f" in {what} of round {self.round}, epoch {self.epoch}"
-                )
-            self._beat()
-            bell.wait(heard, _SLICE_MS)
+        try:
+            while True:
+                heard = bell.value
+                if ready():
+                    return
+                if self.board.epoch != self.epoch:
+                    raise EpochChanged(
+                        f"epoch {self.epoch} became {self.board.epoch} during {what}"
+                    )
+                turns += 1
+                if turns <= _SPIN_TURNS:
+                    continue
+                now_ns = time.monotonic_ns()
+                started_ns = started_ns or now_ns
+                if looked_ns and now_ns - looked_ns > _GAP_NS:
+                    started_ns += now_ns - looked_ns
+                looked_ns = now_ns
+                late = behind()
+                if now_ns - started_ns > EXCHANGE_DEADLINE_MS * 1_000_000:
+                    raise PhalanxError(
+                        f"rank {self.seat} waited {EXCHANGE_DEADLINE_MS} ms for its peers {late}"
+                        f" in {what} of round {self.round}, epoch {self.epoch}"
+                    )
+                self._row.wait_for(late)
+                self._beat()
+                bell.wait(heard, _SLICE_MS)
+        finally:
+            if looked_ns:
+                self._row.phase = ProcessPhase.BUSY

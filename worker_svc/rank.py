@@ -24,7 +24,7 @@ from phalanx.protocol.steps import Link, StepPlan, StepResult, ToScheduler, Work
 from phalanx.protocol.topology import Topology
 from phalanx.worker_svc.agreement import Agreement
 from phalanx.worker_svc.ballot import Next
-from phalanx.worker_svc.group import Group
+from phalanx.worker_svc.group import Group, nobody
 from phalanx.worker_svc.hand import PATIENCE_NS, Hand
 
 _COUNTS_EVERY_STEPS = 64  # steps between two reports of expert counts
@@ -153,14 +153,16 @@ class Rank:
             return
         hand.done(next_ is Next.PROMPT, time.monotonic_ns())
         self._row.steps_run += 1
+        self._service.row.advance()
         self._report_counts()
 
     @staticmethod
     def _reach(agreement: Agreement) -> Next:
-        rounds = agreement.reach()
+        rounds, group = agreement.reach(), agreement.group
         try:
             while True:
-                agreement.group.wait(next(rounds), "vote")
+                awaited = next(rounds)  # the peers' votes, or what our scheduler says to a call
+                group.wait(awaited, "vote", group.behind if awaited == group.complete else nobody)
         except StopIteration as end:
             next_: Next = end.value
             return next_

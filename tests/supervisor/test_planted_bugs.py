@@ -125,11 +125,11 @@ def restarts_before_the_old_one_is_reaped(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=20)
 def takes_a_starved_process_for_hung(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Patience, "inspected", lambda self, state, waited_ns, now_ns: None)
+    patch.setattr(Patience, "inspected", lambda self, *found: None)
     patch.setattr(
         Patience,
         "exhausted",
-        lambda self, now_ns, limit_ms, cap_ms: self.silent_ms(now_ns) > limit_ms,
+        lambda self, now_ns, limit_ms, *others: self.silent_ms(now_ns) > limit_ms,
     )
 
 

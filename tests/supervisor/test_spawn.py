@@ -65,9 +65,9 @@ def test_libraries_get_the_configured_threads() -> None:
 def test_a_stopped_process_shows_as_stopped() -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
-        until(lambda: (Looks(process.pid).inspect(0) or ("", 0))[0] == "S")
+        until(lambda: (Looks(process.pid).inspect(0) or "?")[0] == "S")
         os.kill(process.pid, signal.SIGSTOP)
-        until(lambda: (Looks(process.pid).inspect(0) or ("", 0))[0] == "T")
+        until(lambda: (Looks(process.pid).inspect(0) or "?")[0] == "T")
     finally:
         process.kill()
         process.wait()
@@ -80,12 +80,26 @@ def test_waiting_for_a_cpu_shows_as_waiting() -> None:
     code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
     busy = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
     try:
-        until(lambda: all((Looks(p.pid).inspect(0) or ("", 0))[1] > 200_000_000 for p in busy))
-        assert all((Looks(p.pid).inspect(0) or ("", 0))[0] == "R" for p in busy)
+        until(lambda: all((Looks(p.pid).inspect(0) or ("", 0, 0))[1] > 200_000_000 for p in busy))
+        assert all((Looks(p.pid).inspect(0) or "?")[0] == "R" for p in busy)
     finally:
         for process in busy:
             process.kill()
             process.wait()
+
+
+def test_a_process_in_the_kernel_shows_for_how_long(tmp_path: Path) -> None:
+    """`posix_spawn` sleeps in state D until its child has opened its files: here one that nobody writes."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code = f"import os; os.posix_spawn('/bin/true', ['true'], {{}}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, {str(pipe)!r}, 0, 0)])"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    looks = Looks(process.pid)
+    until(lambda: (looks.inspect(0) or "?")[0] == "D")
+    state, _, asleep_ns = looks.inspect(700) or ("", 0, 0)
+    assert (state, asleep_ns) == ("D", 700)
+    pipe.open("w").close()
+    assert process.wait(20) == 0
 
 
 def test_a_child_starts_without_a_place_for_its_output(tmp_path: Path) -> None:
@@ -114,16 +128,21 @@ def test_a_wait_that_is_not_over_counts(tmp_path: Path) -> None:
 
     looks = Looks(7, tmp_path)
     kernel(7, "R", 1000, 40)
-    assert looks.inspect(100_000) == ("R", 40)
-    assert looks.inspect(600_000) == ("R", 500_040)
+    assert looks.inspect(100_000) == ("R", 40, 0)
+    assert looks.inspect(600_000) == ("R", 500_040, 0)
     kernel(8, "S", 5, 0)  # another thread sleeps, and that is no wait
-    assert looks.inspect(900_000) == ("R", 800_040)
+    assert looks.inspect(900_000) == ("R", 800_040, 0)
     kernel(7, "R", 1000 + 3, 850_040)  # it ran a little: the wait is over, and counted
-    assert looks.inspect(1_000_000) == ("R", 850_040)
-    assert looks.inspect(1_200_000) == ("R", 1_050_040)
+    assert looks.inspect(1_000_000) == ("R", 850_040, 0)
+    assert looks.inspect(1_200_000) == ("R", 1_050_040, 0)
     kernel(7, "S", 2000, 1_060_040)  # it ran and went to sleep
-    assert looks.inspect(1_300_000) == ("S", 1_060_040)
-    assert looks.inspect(1_900_000) == ("S", 1_060_040)
+    assert looks.inspect(1_300_000) == ("S", 1_060_040, 0)
+    assert looks.inspect(1_900_000) == ("S", 1_060_040, 0)
+    kernel(8, "D", 5, 0)  # a thread of its pool waits for a page
+    assert looks.inspect(2_000_000) == ("D", 1_060_040, 0)
+    assert looks.inspect(2_400_000) == ("D", 1_060_040, 400_000)
+    kernel(8, "D", 6, 0)  # it came; now it waits for the next one
+    assert looks.inspect(2_500_000) == ("D", 1_060_040, 0)
     assert Looks(9, tmp_path).inspect(0) is None
 
 
@@ -138,7 +157,7 @@ def test_a_standby_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def prepared(incarnation: int) -> int:
         spawner.prepare(spec, incarnation)
-        until(lambda: "waits" in out.read_text())
+        until(lambda: "waits\n" in out.read_text())
         out.write_text("")
         return spawner._standbys["gateway"].pid
 

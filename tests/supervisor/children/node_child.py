@@ -3,6 +3,7 @@
 What it does wrong stands in RUN_DIR/behave/NAME: a word, read once at the start.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -10,10 +11,11 @@ import time
 from collections.abc import Callable
 
 from phalanx.protocol.board import ProcessPhase
-from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.errors import ConfigError, EpochChanged
 from phalanx.protocol.limits import BEAT_PERIOD_MS
 from phalanx.protocol.messages import FromSupervisor, HandOver
 from phalanx.protocol.service import Service, run
+from phalanx.worker_svc.group import Group
 
 
 def serve(service: Service) -> None:
@@ -50,6 +52,23 @@ def obey(service: Service, message: FromSupervisor) -> None:
     service.stopping |= isinstance(message, HandOver)
 
 
+def sleep_in_the_kernel(service: Service) -> None:
+    """In state D, as one that waits for a disk: `posix_spawn` waits until its child has opened its files,
+    and this one opens a pipe that nobody writes."""
+    pipe = service.run_dir / "never"
+    os.mkfifo(pipe)
+    service.row.phase = ProcessPhase.BUSY
+    never = (os.POSIX_SPAWN_OPEN, 0, str(pipe), os.O_RDONLY, 0)
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[never])
+
+
+def step(service: Service, epoch: int, peer: int) -> None:
+    """A step that comes to an end when the epoch does: the peer never posts it."""
+    service.row.phase = ProcessPhase.BUSY
+    with contextlib.suppress(EpochChanged):
+        Group(service.board, service.seat, [service.seat, peer], epoch, service.beat).enter(0)
+
+
 def work(service: Service, fault: str) -> None:
     """A worker as the group sees it: acknowledges STOP and GO, sleeps on its bell."""
     row, board = service.board.seats[service.seat], service.board
@@ -60,6 +79,11 @@ def work(service: Service, fault: str) -> None:
         service.beat()
         if not _answer(service, fault):
             row.bell.wait(bell, BEAT_PERIOD_MS)
+        if board.epoch == 2:  # the first group
+            if fault == "kernel":
+                sleep_in_the_kernel(service)
+            elif fault.startswith("step with worker-"):
+                step(service, 2, int(fault.removeprefix("step with worker-")))
         if board.epoch % 2 == 0:
             service.row.phase = ProcessPhase.READY
             row.steps_run += 1

@@ -1,0 +1,81 @@
+"""A rank that waits for its peers: it says for whom, and only time in which it ran counts."""
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from phalanx.protocol.board import Board, ProcessPhase
+from phalanx.protocol.errors import EpochChanged, PhalanxError
+from phalanx.protocol.limits import EXCHANGE_DEADLINE_MS
+from phalanx.worker_svc import group as module
+from phalanx.worker_svc.group import Group
+
+EPOCH = 2
+SLICE_NS = 20_000_000
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    made = Board.create(f"wait{uuid.uuid4().hex[:8]}")
+    made.set_epoch(EPOCH, [])
+    yield made
+    made.close()
+
+
+class Waits:
+    """Time passes with each look; `paused_ns` more of it before the look of that number."""
+
+    def __init__(self, board: Board, patch: pytest.MonkeyPatch, paused_ns: int = 0) -> None:
+        self.now_ns, self.looks, self.paused_ns = 1, 0, paused_ns
+        self.seen: list[tuple[ProcessPhase, int]] = []
+        self.group = Group(board, 1, [0, 1, 2], EPOCH, self.beat)
+        self.row = board.processes[1]
+        self.row.phase = ProcessPhase.BUSY
+        patch.setattr(module.time, "monotonic_ns", self.monotonic_ns)
+        patch.setattr(module, "_SLICE_MS", 0.0)
+
+    def monotonic_ns(self) -> int:
+        self.looks += 1
+        self.now_ns += SLICE_NS + (self.paused_ns if self.looks % 10 == 0 else 0)
+        return self.now_ns
+
+    def beat(self) -> None:
+        self.seen.append((self.row.phase, self.row.awaits))
+
+
+def test_it_says_for_whom_it_waits(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(board, monkeypatch)
+
+    def beat() -> None:
+        waits.beat()
+        if len(waits.seen) == 2:
+            board.seats[2].post(EPOCH, 1, 0, 0)
+        if len(waits.seen) == 4:
+            board.seats[0].post(EPOCH, 1, 0, 0)
+
+    waits.group._beat = beat
+    waits.group.enter(0)
+    waiting = ProcessPhase.WAITING
+    assert waits.seen == [(waiting, 0b101)] * 2 + [(waiting, 0b001)] * 2
+    assert waits.row.phase is ProcessPhase.BUSY, "the step goes on"
+
+
+def test_a_wait_ends_with_the_epoch(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = Waits(board, monkeypatch)
+    waits.group._beat = lambda: board.set_epoch(EPOCH + 1, [])
+    with pytest.raises(EpochChanged):
+        waits.group.enter(0)
+    assert waits.row.phase is ProcessPhase.BUSY
+
+
+@pytest.mark.parametrize("paused_s", [0, 120])
+def test_time_in_which_it_did_not_run_is_nobodys_delay(
+    board: Board, monkeypatch: pytest.MonkeyPatch, paused_s: int
+) -> None:
+    """Were it counted, a paused container would end every rank that happened to wait."""
+    waits = Waits(board, monkeypatch, paused_s * 10**9)
+    with pytest.raises(PhalanxError, match=r"for its peers \[0, 2\] in vote of round 1"):
+        waits.group.enter(0)
+    least = EXCHANGE_DEADLINE_MS * 1_000_000 / SLICE_NS
+    assert waits.looks > 0.8 * least
