@@ -48,9 +48,9 @@ SPIN_SUSPECT_MS = 600  # health names it
 BUSY_SILENCE_MS = 30_000  # busy, and with no progress; or one long call where calls are long
 START_DEADLINE_MS = 120_000  # from spawn to ready; a load that reports progress is not cut
 STOP_ACK_MS = 1_000  # a survivor that does not acknowledge STOP by then is lost too
-GO_ACK_MS = (
-    20_000  # a survivor that is not ready (experts loaded) for the new epoch by then is lost
-)
+# A survivor that is not ready for the new epoch is lost when it has done nothing for so long: to load another
+# expert is something.
+GO_ACK_MS = 20_000
 RESTARTS_MAX = 8  # restarts of one process within RESTART_WINDOW_MS; one more and the node fails
 RESTART_WINDOW_MS = 60_000
 RESTART_DELAY_MS = 100  # before the second restart within the window; doubles with each further one

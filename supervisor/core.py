@@ -184,7 +184,8 @@ class SupervisorCore:
             case Reaped():
                 return self._reaped(process, event, now_ns)
             case Observed():
-                process.observed(event, now_ns)
+                if process.observed(event, now_ns) and process.spec.kind == "worker":
+                    self.group.gets_on(process.spec.seat, now_ns)
                 return []
             case Inspected():
                 return self._inspected(process, event, now_ns)
@@ -348,6 +349,7 @@ class SupervisorCore:
         if process.in_hand:
             return actions
         if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
+            process.leaving = True  # a change that is dropped now must not start it again
             return actions + self._fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
         if event.code == ExitCode.NO_ROOM:
             return actions + self._await_room(process, event.detail or why, now_ns)
@@ -384,7 +386,9 @@ class SupervisorCore:
         """Note since when which ranks keep the group waiting."""
         running = self.group.phase is GroupPhase.RUNNING
         members = [self.workers[seat] for seat in self.group.members] if running else []
-        late = awaited({worker.spec.seat: worker.awaits for worker in members if worker.alive})
+        # Who waits beats every few ms; what a silent one said last is no excuse.
+        beats = {w.spec.seat: w.life.silent_ms(now_ns) < HANG_MS for w in members}
+        late = awaited({w.spec.seat: w.awaits * beats[w.spec.seat] for w in members if w.alive})
         for seat, worker in self.workers.items():
             worker.awaited_ns = (worker.awaited_ns or now_ns) if seat in late else 0
 
@@ -398,7 +402,7 @@ class SupervisorCore:
         return []
 
     def _find_hung(self, now_ns: int) -> list[Action]:
-        actions = self._find_idle(now_ns)
+        actions: list[Action] = []
         for process in self.processes.values():
             if not process.alive:
                 continue
@@ -408,7 +412,7 @@ class SupervisorCore:
                 actions += self.lose(process, why, process.life.since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
                 actions.append(Inspect(process.spec.name, process.incarnation))
-        return actions
+        return actions + self._find_idle(now_ns)
 
     def _worth_a_look(self, process: Process, now_ns: int) -> bool:
         if process.life.silent_ms(now_ns) > _INSPECT_AFTER_MS:

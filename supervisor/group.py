@@ -151,6 +151,11 @@ class Group:
         del self.waiting[seen.seat]
         return self._advance(now_ns)
 
+    def gets_on(self, seat: int, now_ns: int) -> None:
+        """Its worker has done something: perhaps loaded one more of many experts for the GO."""
+        if self.phase is GroupPhase.GOING and seat in self.waiting:
+            self.waiting[seat] = Patience(now_ns)
+
     def overdue(self, now_ns: int) -> list[tuple[int, str]]:
         """Members that did not acknowledge in time, and why they count as lost."""
         stopping = self.phase is GroupPhase.STOPPING

@@ -89,10 +89,10 @@ class Process:
         self.leaving = self.in_hand = False
         self.asked_starts += self.incarnation > 0
 
-    def observed(self, event: Observed, now_ns: int) -> None:
-        """Take note of the heartbeat row."""
+    def observed(self, event: Observed, now_ns: int) -> bool:
+        """Take note of the heartbeat row. Whether something was done since the last time."""
         if not self.alive:
-            return
+            return False
         advanced = event.progress != self.progress
         self.beat_ns, self.progress, self.phase = event.beat_ns, event.progress, event.phase
         self.awaits = event.awaits
@@ -104,6 +104,7 @@ class Process:
             self.progress_ns = now_ns
         if advanced:
             self.awaited_ns = 0
+        return advanced
 
     def hung(self, now_ns: int) -> str:
         """Why the process counts as hung; empty when it does not."""

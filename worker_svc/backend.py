@@ -2,13 +2,14 @@
 
 import json
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
 
 from phalanx.kernels import registry
 from phalanx.protocol.board import ProcessPhase
-from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.errors import ConfigError, EpochChanged
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.placement import (
     EMPTY,
@@ -129,7 +130,7 @@ class ModelBackend:
             self._service.log.info("warming up", phase=phase)
         self._service.progress(phase, fraction)
 
-    def _warm_up_group(self, ranks: int) -> None:
+    def _warm_up_group(self, ranks: int, get_on: Callable[[], None]) -> None:
         """Compile what the experts need in this group and did not before, so that no step waits for it."""
         wanted = (ranks, len(self._weights.slots(0)))
         if not self._warm or (ranks <= self._warm_for[0] and wanted[1] == self._warm_for[1]):
@@ -138,9 +139,7 @@ class ModelBackend:
         self._warm = False  # what is compiled here is not late
         try:
             with torch.inference_mode():
-                warm_up_experts(
-                    self._weights, rows, ranks, self._alive, lambda phase, share: self._alive()
-                )
+                warm_up_experts(self._weights, rows, ranks, get_on, lambda phase, share: get_on())
         finally:
             self._warm = True
         self._warm_for = wanted
@@ -244,39 +243,53 @@ class ModelBackend:
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
         self._look_for_host_weights()
         self._weights.check_room(placement.slots_per_rank)
-        loaded = done(lambda: self._load_experts(placement), self._tell_repeated)
+        loaded = done(lambda: self._load_experts(epoch, placement), self._tell_repeated)
         failpoint("worker.prepare.after_load")
         own = None
         if len(members) > 1:
             own = self._region.enter(epoch, len(members), lambda: self._over(epoch))
+            if own is None:
+                raise EpochChanged(f"epoch {epoch} will not run")
         self._exchange = exchange = Exchange(self._region, epoch, members, own)
-        done(lambda: self._enter_epoch(placement, exchange), self._tell_repeated)
+        done(lambda: self._enter_epoch(epoch, placement, exchange), self._tell_repeated)
         return loaded
 
-    def _load_experts(self, placement: Placement) -> int:
-        """Hold what the placement has here; how many had to be read. May be begun again."""
+    def _load_experts(self, epoch: int, placement: Placement) -> int:
+        """Hold what the placement has here; how many had to be read. May be begun again.
+
+        That may take long, and somebody who falls meanwhile makes it vain: then the others wait for us to
+        say so. What was loaded stays, and is not read again.
+        """
         loaded, index = 0, placement.seats.index(self._seat)
         with room_for("while experts were loaded", Undone):
             for layer, seats in enumerate(placement.physical_to_logical):
                 self._weights.widen(layer, placement.slots_per_rank)
                 held = self._weights.slots(layer)
                 for slot, expert in enumerate(seats[index]):
-                    if expert != EMPTY and held[slot] != expert:
-                        matrices = self._weights.load_expert(layer, expert)
-                        self._weights.put_expert(layer, slot, expert, matrices)
-                        loaded += 1
-                self._alive()
+                    if expert == EMPTY or held[slot] == expert:
+                        continue
+                    self._get_on(epoch)
+                    matrices = self._weights.load_expert(layer, expert)
+                    self._weights.put_expert(layer, slot, expert, matrices)
+                    loaded += 1
         return loaded
 
-    def _enter_epoch(self, placement: Placement, exchange: Exchange) -> None:
+    def _enter_epoch(self, epoch: int, placement: Placement, exchange: Exchange) -> None:
         """May be begun again."""
         with room_for("while ranks formed a group", Undone):
             self._experts.enter_epoch(placement, exchange)
-            self._warm_up_group(len(exchange.peers) + 1)
+            self._warm_up_group(len(exchange.peers) + 1, lambda: self._get_on(epoch))
+
+    def _get_on(self, epoch: int) -> None:
+        """Say that we do: the supervisor waits for us as long as there is progress. Raises EpochChanged when
+        it is for nothing."""
+        if self._over(epoch):
+            raise EpochChanged(f"epoch {epoch} will not run")
+        self._alive()
 
     def _over(self, epoch: int) -> bool:
         """Whether the group will not come to run that epoch: it has begun to change anew."""
-        self._alive()
+        self._service.beat()
         return self._service.board.epoch != epoch - 1
 
     def _look_for_host_weights(self) -> None:

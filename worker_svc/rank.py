@@ -50,7 +50,8 @@ class Backend(Protocol):
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
         """Be ready to run `epoch`: hold the experts of the placement, have a receive region.
 
-        Returns how many experts were loaded for it.
+        Returns how many experts were loaded for it. Raises EpochChanged when the group comes to change anew
+        meanwhile, and that epoch will not run: whoever waits for our STOP need not wait for the rest.
         """
 
     def leave(self) -> None:
@@ -211,7 +212,12 @@ class Rank:
         topology = self._board.topology()
         if topology is None or topology.epoch != epoch + 1 or self._prepared == topology:
             return False
-        self._prepare(topology)
+        self._prepared = None
+        try:
+            self._prepare(topology)
+        except EpochChanged as over:
+            self._service.log.info("not prepared", why=str(over))
+            return True
         self._prepared = topology
         if self._is_member(topology):
             failpoint("worker.go.before_ack")

@@ -48,7 +48,9 @@ FAULTS_END_NS = 14_000 * MS
 CALM_NS = 200_000 * MS  # a start that hangs is only given up after its deadline of 120 s
 LAYERS, EXPERTS = 2, 6
 
-Mood = Literal["well", "stopped", "deadlocked", "starved", "deaf"]
+# paging: waits for one page after another from a slow disk; asleep: for one that takes long or never comes.
+Mood = Literal["well", "stopped", "deadlocked", "starved", "deaf", "paging", "asleep"]
+MOODS: tuple[Mood, ...] = ("stopped", "deadlocked", "starved", "deaf", "paging", "asleep")
 MakeCore = Callable[[tuple[ProcessSpec, ...], GroupPlacements], SupervisorCore]
 
 
@@ -66,6 +68,9 @@ class Child:
     afflicted: bool = False  # was other than well at some time
     preparing: bool = False  # a worker loads experts for a GO: it looks at nothing else meanwhile
     progress: int = 0
+    progress_ns: int = 0  # when it grew
+    well_ns: int = 0  # since when it is well, if it is
+    slow: bool = False  # takes longer to answer than it may, now and then
     waited_ns: int = 0  # for a CPU, in earlier starvations
     body: Any = None  # what runs in it, where that is simulated as well
 
@@ -109,6 +114,7 @@ class Host:
     finished: Finished | None = None
     story: list[str] = field(default_factory=list[str])
     load_ms: tuple[int, int] = (300, 3000)  # of a worker
+    looks_while_it_loads: bool = True  # a worker, at the epoch
 
     def __post_init__(self) -> None:
         self.rng = self._chance()
@@ -209,12 +215,20 @@ class Host:
     def _observe(self, child: Child) -> Observed:
         if child.turns:
             beat_ns = self.now_ns - self.rng.randrange(200 * MS)
-            child.progress += 1
+            if child.spec.kind != "worker" or not child.said_ready:
+                self.gets_on(child)
         else:
             beat_ns = child.mood_ns if child.alive else self.now_ns - 200 * MS
         beat_ns = max(beat_ns, child.born_ns)
         phase = ProcessPhase.READY if child.said_ready else ProcessPhase.LOADING
         return Observed(child.spec.name, child.incarnation, beat_ns, child.progress, phase)
+
+    def gets_on(self, child: Child) -> None:
+        child.progress, child.progress_ns = child.progress + 1, self.now_ns
+
+    def waited_for(self, child: Child) -> bool:
+        """Whether peers have waited for it since it is as it is."""
+        return False
 
     def _read_rows(self) -> None:
         for seat, row in self.rows.items():
@@ -255,8 +269,12 @@ class Host:
         waited_ns = child.waited_ns
         if child.mood == "starved":
             waited_ns += self.now_ns - child.mood_ns
-        state = {"stopped": "T", "starved": "R"}.get(child.mood, "S")
-        self.feed(Inspected(name, incarnation, state, waited_ns))
+        states = {"stopped": "T", "starved": "R", "paging": "D", "asleep": "D"}
+        state, asleep_ns = states.get(child.mood, "S"), self.now_ns - child.mood_ns
+        if child.mood == "paging":
+            asleep_ns = min(asleep_ns, 300 * MS)
+            state = "R" if self.rng.random() < 0.05 else "D"  # a page has just come
+        self.feed(Inspected(name, incarnation, state, waited_ns, asleep_ns if state == "D" else 0))
 
     def _ring(self, seats: tuple[int, ...]) -> None:
         for seat in seats:
@@ -330,6 +348,7 @@ class Host:
 
     def _look_soon(self, child: Child) -> None:
         slow = self._faulty and self.rng.random() < self.plan.slow_answer
+        child.slow |= slow
         self.after(self.ms(200, 2500) if slow else self.ms(0.05, 5), lambda: self._look(child))
 
     def _look(self, child: Child) -> None:
@@ -353,7 +372,26 @@ class Host:
         if seat is None or seat.state != "member" or seat.worker_incarnation != child.incarnation:
             return
         child.preparing = True
-        self.after(self.ms(0.1, 60), lambda: self._prepared(child, topology.epoch))
+        self._load(child, topology.epoch, *self._draw_load())
+
+    def _draw_load(self) -> tuple[int, int]:
+        """(experts to be loaded, ns of each): mostly few, as there are copies; now and then a large model's."""
+        if self.rng.random() < 0.9:
+            return 1, self.ms(0.1, 60)
+        return self.rng.randint(5, 100), self.ms(5, 400)
+
+    def _load(self, child: Child, epoch: int, experts: int, each_ns: int) -> None:
+        """One expert after the other, unless the group comes to change anew."""
+        if not child.turns or child.mood == "deaf":
+            child.preparing = False  # it begins again when it looks again
+        elif self.word != epoch - 1 and self.looks_while_it_loads:
+            child.preparing = False
+            self._look_soon(child)
+        elif experts:
+            self.gets_on(child)
+            self.after(each_ns, lambda: self._load(child, epoch, experts - 1, each_ns))
+        else:
+            self._prepared(child, epoch)
 
     def _prepared(self, child: Child, epoch: int) -> None:
         """Experts are loaded. If the epoch moved meanwhile this answer is stale, and still written."""
@@ -385,7 +423,7 @@ class Host:
             return
         workers = [c for c in living if c.spec.kind == "worker"]
         child = self.rng.choice(workers if workers and self.rng.random() < 0.6 else living)
-        fault = self.rng.choice(["crash", "crash", "stopped", "deadlocked", "starved", "deaf"])
+        fault = self.rng.choice(("crash", "crash", *MOODS))
         self.story.append(f"{self.now_ns / 1e9:.3f} {fault} {child.spec.name}#{child.incarnation}")
         if fault == "crash":
             self.die(child, -9)
@@ -398,6 +436,10 @@ class Host:
             self.after(self.ms(500, 4000), lambda: self._fed(child))
         elif mood == "deaf":
             self.after(self.ms(500, 15000), lambda: self._fed(child))
+        elif mood == "paging":
+            self.after(self.ms(500, 4000), lambda: self._fed(child))
+        elif mood == "asleep" and self.rng.random() < 0.7:
+            self.after(self.ms(500, 40000), lambda: self._fed(child))
 
     def _draw_change(self, call: int) -> Scale | Restart:
         timeout_s = self.rng.choice([0.2, 2.0, 10.0, 60.0])
@@ -420,7 +462,7 @@ class Host:
     def _fed(self, child: Child) -> None:
         if child.mood == "starved":
             child.waited_ns += self.now_ns - child.mood_ns
-        child.mood = "well"
+        child.mood, child.well_ns = "well", self.now_ns
         if child.spec.kind == "worker":
             self._look_soon(child)
 

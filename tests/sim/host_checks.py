@@ -13,6 +13,8 @@ from phalanx.protocol.limits import (
     RESTART_DELAY_MS,
     RESTART_WINDOW_MS,
     RESTARTS_MAX,
+    STALLED_MS,
+    STARVED_MS_MAX,
     STOP_ACK_MS,
 )
 from phalanx.protocol.messages import Error, Restart, Restarted, Scale, Scaled
@@ -97,9 +99,24 @@ class Checks:
         process = self.host.core.processes.get(child.spec.name)
         told = process is not None and process.kill_ns > 0  # to end, and had its time
         if supervising and not told:
-            self.require(child.mood != "starved", f"{child.spec.name} was only starved")
+            self.require(
+                child.mood not in ("starved", "paging"), f"{child.spec.name} was only {child.mood}"
+            )
+            slept_ms = (self.host.now_ns - child.mood_ns) / _MS
+            # A survivor that sleeps is waited for longer than one that does nothing.
+            early = child.mood == "asleep" and slept_ms < 4 * STOP_ACK_MS
+            self.require(not early, f"{child.spec.name} slept for {slept_ms:.0f} ms only")
+            self.require(not self._well(child), f"{child.spec.name} was well: {process}")
         if child.spec.kind == "worker":
             self.worker_changes += 1
+
+    def _well(self, child: "Child") -> bool:
+        """A worker that has done all that it should, for some time. One that is told to leave may be late."""
+        process = self.host.core.processes.get(child.spec.name)
+        asked_to = process is None or process.in_hand or process.leaving
+        worker = child.spec.kind == "worker" and child.said_ready and child.mood == "well"
+        well_ms = (self.host.now_ns - child.well_ns) / _MS
+        return worker and well_ms > STOP_ACK_MS and not child.slow and not asked_to
 
     # ------------------------------------------------------------ each action
 
@@ -290,13 +307,19 @@ class Checks:
             self.require(ready, "healthy although a process is not ready")
 
     def _check_hang(self, child: "Child | None") -> None:
-        if child is None or child.mood not in ("stopped", "deadlocked") or not child.alive:
+        if child is None or not child.alive:
+            return
+        limits_ms = {"stopped": HANG_MS, "deadlocked": HANG_MS, "asleep": STARVED_MS_MAX}
+        if self.host.waited_for(child):
+            limits_ms["asleep"] = STALLED_MS + HANG_MS  # it counts from the first look
+        if child.mood not in limits_ms:
             return
         if self.host.core.stage is not NodeStage.RUNNING:
             return
         hung_ms = (self.host.now_ns - child.mood_ns) / _MS
         # The last beat is up to 200 ms older or the last progress up to 100 ms younger than the hang.
-        self.require(hung_ms < HANG_MS + 400, f"{child.spec.name} hangs for {hung_ms:.0f} ms")
+        late_ms = limits_ms[child.mood] + 400
+        self.require(hung_ms < late_ms, f"{child.spec.name} hangs for {hung_ms:.0f} ms")
 
     def _check_answers(self) -> None:
         """Nobody is waited for without end: a member that does not answer is killed."""
@@ -307,12 +330,13 @@ class Checks:
         group = self.members[host.word + 1] if going else self.running
         acks = self.go_acks if going else self.stop_acks
         limit_ms = (GO_ACK_MS if going else STOP_ACK_MS) + 200
-        waited_ms = (host.now_ns - (self.go_ns if going else self.word_ns)) / _MS
         for seat, incarnation in group:
             child = host.children.get(f"worker-{seat}")
             if child is None or child.incarnation != incarnation or child.killed or not child.alive:
                 continue
             silent = child.mood == "deaf" and acks.get((seat, incarnation), 0) < host.word
+            since_ns = max(self.go_ns, child.progress_ns) if going else self.word_ns
+            waited_ms = (host.now_ns - since_ns) / _MS
             text = f"{child.spec.name} is waited for since {waited_ms:.0f} ms"
             self.require(not silent or waited_ms < limit_ms, text)
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from phalanx.supervisor.events import ShutdownAsked
-from sim.host import Child
+from sim.host import MOODS, Child
 from sim.world_body import MS
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Faults:
                 return rng.sample(some, min(1, len(some)))
 
     def _hit(self, node: "Node", child: Child, kind: str) -> None:
-        moods = ["crash"] * 5 + ["stopped", "deadlocked", "starved", "deaf"]
+        moods = ["crash"] * 5 + list(MOODS)
         mood = "crash" if kind in ("all but one", "workers") else self.rng.choice(moods)
         node.story.append(f"{node.now_ns / 1e9:.3f} {mood} {child.spec.name}#{child.incarnation}")
         if mood == "crash":

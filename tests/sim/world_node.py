@@ -4,10 +4,12 @@ It ends when the supervisor dies, and everything with it, or when the supervisor
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.limits import HANG_MS
 from phalanx.protocol.messages import (
     BusFromGateway,
     BusToGateway,
@@ -16,11 +18,11 @@ from phalanx.protocol.messages import (
     Restart,
     Scale,
 )
-from phalanx.supervisor.events import Action, Finished, Publish, Send, Spawn, Sweep
+from phalanx.supervisor.events import Action, Finished, Observed, Publish, Send, Spawn, Sweep
 from sim.clock import Act
 from sim.hash_worker import Staged
 from sim.host import Child, Host, Plan
-from sim.world_body import Body
+from sim.world_body import MS, Body
 from sim.world_checks import WorldChecks
 from sim.world_gateway import GatewayBody
 from sim.world_scheduler import SchedulerBody
@@ -255,6 +257,27 @@ class Node(Host):
 
     def _falls_in_a_step(self) -> bool:
         return self._faulty and self.rng.random() < self.world.shape.step_death
+
+    def _observe(self, child: Child) -> Observed:
+        seen, body = super()._observe(child), child.body
+        if not child.alive or not isinstance(body, WorkerBody) or body.running is None:
+            return seen
+        awaits = sum(1 << peer for peer in body.running.behind(self))
+        phase = ProcessPhase.WAITING if awaits else ProcessPhase.BUSY
+        return replace(seen, phase=phase, awaits=awaits)
+
+    def waited_for(self, child: Child) -> bool:
+        """Of peers in a step: it fell asleep in the middle of its own, or before that one."""
+        if self.word % 2 == 1 or child.spec.kind != "worker":
+            return False
+        steps = [body.running for body in self.workers.values() if body.awake and body.running]
+        soon_ns = child.mood_ns + HANG_MS * MS
+        return any(
+            step.number[0] == self.word
+            and step.since_ns <= soon_ns
+            and child.spec.seat in step.behind(self)
+            for step in steps
+        )
 
     def obey_stop(self, body: WorkerBody) -> None:
         """The epoch word is odd and no step is under way."""

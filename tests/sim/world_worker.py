@@ -62,7 +62,17 @@ class Running:
     number: tuple[int, int]  # epoch and step
     region: "Region"  # where it receives
     peers: dict[int, int]  # with their incarnations
+    since_ns: int
     phase: str = "post"  # then "compute", "exchange", "tail"
+
+    def behind(self, node: "Node") -> list[int]:
+        """The peers that it waits for."""
+        if self.phase == "post":
+            return [peer for peer in self.peers if node.posted[peer] < self.number]
+        if self.phase == "exchange":
+            flags = self.region.flags
+            return [peer for peer in self.peers if flags.get(peer, 0) != self.number[1]]
+        return []
 
 
 @dataclass(eq=False)
@@ -128,7 +138,8 @@ class WorkerBody(Body):
 
     def _post(self, plan: StepPlan | None) -> None:
         peers = {peer: self.incarnations[peer] for peer in self.outboxes}
-        self.running = Running(plan, (self.epoch, self.step), self.region, peers)
+        step = (self.epoch, self.step)
+        self.running = Running(plan, step, self.region, peers, self.now_ns)
         posted = self.node.posted
         posted[self.seat] = number = (self.epoch, self.step)
         # Everyone's bell is rung; who waits for others as well goes on sleeping, and is spared here.
@@ -143,14 +154,10 @@ class WorkerBody(Body):
         """Whether the step under way is over: committed, or abandoned because the epoch moved."""
         running = self.running
         assert running is not None
-        epoch, step = running.number
-        if running.phase == "post":
-            ready = all(self.node.posted[peer] >= running.number for peer in running.peers)
-        else:
-            ready = all(running.region.flags.get(peer, 0) == step for peer in running.peers)
+        epoch, _ = running.number
         if running.phase in ("compute", "tail"):
             return False  # it looks at nothing before that is done
-        if ready:
+        if not running.behind(self.node):
             if running.phase == "post":
                 running.phase = "compute"
                 self.node.checks.step_begins(self)
@@ -191,6 +198,7 @@ class WorkerBody(Body):
         self.step += 1
         self.running = None
         self.node.world.steps += 1
+        self.node.gets_on(self.child)
         self._count()
         self.wake(0)
 

@@ -144,6 +144,20 @@ def test_a_rank_that_compiles_may_keep_its_peers_waiting() -> None:
     assert not any(hung(story, f"worker-{seat}") for seat in range(3))
 
 
+def test_a_survivor_that_loads_many_experts_is_waited_for() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0,))
+    story.silent.add("worker-2")
+    for expert in range(4 * GO_ACK_MS // 1000):
+        story.feed(Observed("worker-2", 1, story.now_ns, expert, ProcessPhase.LOADING)).wait(1000)
+    assert not hung(story, "worker-2") and story.epoch == 3
+    story.silent.clear()  # it lives, and does nothing more
+    story.wait(1000).feed(Inspected("worker-2", 1, "S", 0, 0)).wait(GO_ACK_MS - 2000)
+    assert not hung(story, "worker-2")
+    story.wait(2000)
+    assert hung(story, "worker-2")
+
+
 def spin(story: Story, name: str, ms: int, share: int = 1) -> None:
     """It computes and gives no sign of life; of the wall time it gets one part in so many."""
     story.silent.add(name)
