@@ -42,6 +42,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0  # KV blocks of 128 tokens, null block included; 0: sized from kv_bytes
     kv_bytes: int = 0  # for KV blocks and state slots of one rank; 0: a share of what is free
+    expert_slots: int = 0  # of a layer, at a rank, at most; 0: as many as there is memory for
     host_weights: bool = True  # keep the checkpoint in /dev/shm, for workers that start again
     threads: int = 1  # torch threads; part of the numerics fingerprint
     # On a GPU, `reference` runs torch operations in place of our kernels: to compare, and slow.
@@ -220,6 +221,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 w.kv_bytes == 0 or w.kv_bytes >= 1 << 20,
                 "0 or >= 1 MiB",
             ),
+            ("worker.expert_slots", w.expert_slots, w.expert_slots >= 0, ">= 0"),
             ("worker.threads", w.threads, 1 <= w.threads <= 256, "1 to 256"),
             ("worker.yoco_keep_tokens", w.yoco_keep_tokens, w.yoco_keep_tokens >= 1, ">= 1"),
             ("gateway.max_open_requests", g.max_open_requests, g.max_open_requests >= 1, ">= 1"),

@@ -618,11 +618,12 @@ EplbReply = PlanReply | Error
 
 
 class Ready(Message, frozen=True):
-    """A process is ready to serve. Workers add what the schedulers and the operator must know."""
+    """A process is ready to serve. Workers add what the supervisor must know to form a group."""
 
     name: str
     incarnation: int
     fingerprint: str = ""
+    expert_slots: int = 0  # of a layer, that it has room for at most; 0: any number
 
 
 class Progress(Message, frozen=True):

@@ -162,6 +162,15 @@ def trimmed(placement: Placement, most: int) -> Placement:
     )
 
 
+def slots_used(placement: Placement, seat: int) -> int:
+    """Slots a layer that the seat must have: up to the last one that holds an expert in any layer."""
+    layers = {
+        _slots_of(placement, layer, seat) for layer in range(len(placement.physical_to_logical))
+    }
+    used = [at for slots in layers for at, expert in enumerate(slots) if expert != EMPTY]
+    return max(used, default=-1) + 1
+
+
 def moves(old: Placement, new: Placement) -> dict[int, list[tuple[int, int, int]]]:
     """What each seat must load to go from `old` to `new`: seat -> [(layer, slot, expert)].
 

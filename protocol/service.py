@@ -88,9 +88,10 @@ class Service:
         self.beat()
         send(self.supervisor, encode(Progress(self.name, self.incarnation, phase, fraction)))
 
-    def ready(self, fingerprint: str = "") -> None:
+    def ready(self, fingerprint: str = "", expert_slots: int = 0) -> None:
+        """Say that we serve from now on. A worker tells the fields of `Ready`."""
         self.row.phase = ProcessPhase.READY
-        self._unheard = encode(Ready(self.name, self.incarnation, fingerprint))
+        self._unheard = encode(Ready(self.name, self.incarnation, fingerprint, expert_slots))
         self.beat()
         self.log.info("ready")
 

@@ -210,6 +210,8 @@ class Changes:
         if len(coming) < ranks - before:
             text = "processes of an earlier size do not die, so their seats cannot be used"
             return [_refusal(asked, Code.NOT_READY, text)]
+        if going and (short := core.group.shortage(core.workers.keys() - going)):
+            return [_refusal(asked, Code.BAD_REQUEST, f"ranks is {ranks}, but {short}")]
         text = f"scale from {before} to {ranks} ranks"
         deadline_ns = now_ns + int(request.timeout_s * 1e9)
         self.now = Scaling(asked, text, now_ns, deadline_ns, before, coming, going)

@@ -176,7 +176,7 @@ class SupervisorCore:
                 process.pid = event.pid
                 return []
             case BecameReady():
-                return self._ready(process, event.fingerprint, now_ns)
+                return self._ready(process, event, now_ns)
             case Progressed():
                 return self._progressed(process, event, now_ns)
             case PipeClosed():
@@ -268,7 +268,7 @@ class SupervisorCore:
             seconds = round((now_ns - since_ns) / 1e9, 3)
             self.phases.append(PhaseTime(name, process.spec.name, seconds))
 
-    def _ready(self, process: Process, fingerprint: str, now_ns: int) -> list[Action]:
+    def _ready(self, process: Process, event: BecameReady, now_ns: int) -> list[Action]:
         if process.stage is not Stage.STARTING:
             return []
         self._end_step(process, now_ns)
@@ -280,18 +280,27 @@ class SupervisorCore:
         process.policy.roomless, process.lacks = 0, ""
         actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
         if spec.kind == "worker" and self._supervising:
-            expected = self._expected_fingerprint(spec.seat)
+            fingerprint, expected = event.fingerprint, self._expected_fingerprint(spec.seat)
             if fingerprint != expected and expected:
                 return actions + self._refuse(process, fingerprint, expected, now_ns)
             process.fingerprint = fingerprint
+            self.group.has_room(spec.seat, event.expert_slots)
             if self.changes.hides(process):
                 return actions  # newcomers join together
             self.group.seats[spec.seat].note = note
             actions += self.group.ready(spec.seat, fingerprint, now_ns)
+            actions += self._end_if_short(now_ns)
         elif spec.kind == "gateway":
             actions += self._send_health()
             actions += self._notify()
         return actions
+
+    def _end_if_short(self, now_ns: int) -> list[Action]:
+        """All first workers are there, and have no room for all experts: nobody else will come."""
+        complete = all(worker.stage is Stage.READY for worker in self.workers.values())
+        forming = self.group.phase is GroupPhase.FORMING and complete
+        short = self.group.shortage() if forming else ""
+        return self._fail(ExitCode.BAD_INPUT, short, now_ns) if short else []
 
     def _expected_fingerprint(self, seat: int) -> str:
         """What the seat's worker must have: the group's, or while it forms that of the first ready one."""
@@ -448,7 +457,7 @@ class SupervisorCore:
             case GroupPhase.STOPPING | GroupPhase.GOING:
                 reasons.append(f"the group is changing, waiting for {', '.join(waiting)}")
             case GroupPhase.STOPPED:
-                reasons.append("the group is stopped: too few workers hold all experts")
+                reasons.append(f"the group is stopped: {self.group.shortage()}")
             case GroupPhase.FORMING:
                 reasons.append("the group is forming")
         return reasons

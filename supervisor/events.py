@@ -33,6 +33,7 @@ class BecameReady:
     name: str
     incarnation: int
     fingerprint: str = ""
+    expert_slots: int = 0  # see `Ready`
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ published; every member-to-be gets ready and acknowledges), then the even word. 
 again with the next odd number: the even number in between is never used.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -24,8 +24,14 @@ RECORDS_MAX = 1000  # membership changes remembered for `phalanx epochs`
 class Placements(Protocol):
     """Where experts lie. Remembers the placement settled last, so that few experts move."""
 
-    def settle(self, seats: tuple[int, ...]) -> bytes:
-        """The placement for a group of these seats, at least one."""
+    def settle(self, rooms: Mapping[int, int]) -> bytes | None:
+        """The placement for a group of these seats; None when there is a shortage.
+
+        `rooms`: of each seat, the expert slots of a layer that it has room for; 0: any number.
+        """
+
+    def shortage(self, rooms: Mapping[int, int]) -> str:
+        """Why there is no placement for a group of these seats, for people; empty when there is."""
 
     def resize(self, ranks: int) -> None:
         """The group shall have so many seats from now on."""
@@ -35,7 +41,7 @@ class GroupPhase(Enum):
     FORMING = auto()  # the word is odd; waiting for every first worker
     RUNNING = auto()  # even
     STOPPING = auto()  # odd; waiting for members to acknowledge STOP
-    STOPPED = auto()  # odd; too few workers to go on: waiting for one to become ready
+    STOPPED = auto()  # odd; too few workers hold all experts: waiting for one to become ready
     GOING = auto()  # odd; topology published, waiting for members-to-be
 
 
@@ -46,6 +52,7 @@ class SeatRecord:
     incarnation: int = 0  # of its worker
     scheduler_incarnation: int = 0
     fingerprint: str = ""
+    expert_slots: int = 0  # of a layer, that its worker has room for at most; 0: any number
     leaving: bool = False  # is in no group from the next GO on
     note: str = ""  # why it comes late, for people
 
@@ -86,6 +93,23 @@ class Group:
         record = self.seats[seat]
         record.incarnation, record.state, record.leaving = incarnation, "loading", False
         record.note = ""
+
+    def has_room(self, seat: int, expert_slots: int) -> None:
+        """What the seat's worker said of itself."""
+        self.seats[seat].expert_slots = expert_slots
+
+    def shortage(self, seats: Collection[int] | None = None) -> str:
+        """Why a group of these seats could not hold all experts, for people; empty when it could.
+
+        None: of the members, and of those that are ready to become one.
+        """
+        if seats is None:
+            joining = {seat.seat for seat in self.seats if seat.state == "joining"}
+            seats = {*self.members, *joining} & self._staying()
+        return self.placements.shortage(self._rooms(seats))
+
+    def _rooms(self, seats: Collection[int]) -> dict[int, int]:
+        return {seat: self.seats[seat].expert_slots for seat in seats}
 
     def ready(self, seat: int, fingerprint: str, now_ns: int) -> list[Action]:
         """The seat's worker has loaded: let it join, now or when the change in progress is over."""
@@ -198,7 +222,7 @@ class Group:
             self.members.pop(seat, None)
             self.seats[seat].state = "absent"
         chosen = tuple(sorted({*self.members, *joiners} & self._staying()))
-        placement = self.placements.settle(chosen) if chosen else None
+        placement = self.placements.settle(self._rooms(chosen))
         if placement is None:
             if forming:
                 return []

@@ -323,11 +323,12 @@ class Node:
             send_to(self._watch.socket, identity, encode(answer))
             return
         match message:
-            case Ready(name, incarnation, fingerprint) if name in self._core.processes:
+            case Ready(name, incarnation) if name in self._core.processes:
                 self._board.processes[
                     self._core.processes[name].spec.index
                 ].ready_heard = incarnation
-                self._events.append(BecameReady(name, incarnation, fingerprint))
+                told = message.fingerprint, message.expert_slots
+                self._events.append(BecameReady(name, incarnation, *told))
             case Progress(name, incarnation, phase, fraction) if name in self._core.processes:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
             case Trouble(name, incarnation, text):

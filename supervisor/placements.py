@@ -1,6 +1,7 @@
 """Where experts lie as ranks fall and return: the group's memory of its placement. Pure but for `read_shape`."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ from phalanx.protocol.placement import (
     after_loss,
     initial_placement,
     slots_per_rank,
+    slots_used,
     widened,
 )
 
@@ -30,25 +32,61 @@ class GroupPlacements:
         """The group shall have so many seats from now on: more of them share the experts, or fewer."""
         self._slots = slots_per_rank(self._experts, ranks)
 
-    def settle(self, seats: tuple[int, ...]) -> bytes:
-        """The placement for a group of these seats; at least one.
+    def shortage(self, rooms: Mapping[int, int]) -> str:
+        """Why a group of these seats cannot hold all experts, for people; empty when it can.
+
+        Args:
+            rooms: of each seat, the slots of a layer that it has room for; 0: any number.
+        """
+        if not rooms:
+            return "no worker is ready"
+        room, ranks = self._least(rooms), len(rooms)
+        if room * ranks >= self._experts:
+            return ""
+        names = ", ".join(f"worker-{seat}" for seat in sorted(rooms))
+        return (
+            f"{names} {'has' if ranks == 1 else 'have'} room for {ranks} x {room} of {self._experts}"
+            f" experts a layer, so it takes {-(-self._experts // room)} ranks"
+        )
+
+    def settle(self, rooms: Mapping[int, int]) -> bytes | None:
+        """The placement for a group of these seats; None when there is a `shortage`.
 
         A seat that was lost and is taken again since the last call keeps its slots: its new worker has
         to load its experts whichever they are. Slots are made for the loss of any one rank; when more
-        fall, the survivors get as many as it takes, down to a last one that holds everything. A
-        newcomer takes no more than its share, and seats that hold more than theirs let go of copies
-        that others have: that loads nothing and spreads the work.
+        fall, the survivors get as many as it takes, as far as they have room, down to a last one that holds
+        everything. A newcomer takes no more than its share, and seats that hold more than theirs let go of
+        copies that others have: that loads nothing and spreads the work.
         """
-        self.current = self._follow(seats)
-        return _encoder.encode(self.current)
+        if self.shortage(rooms):
+            return None
+        seats, most = tuple(sorted(rooms)), min(self._slots, self._least(rooms))
+        placement = self._follow(seats, most)
+        if any(slots_used(placement, seat) > self._room(rooms[seat]) for seat in seats):
+            # One of them has less room than whoever sat there before: they are dealt anew.
+            placement = msgspec.structs.replace(
+                self._dealt(seats, most), version=placement.version + 1
+            )
+        self.current = placement
+        return _encoder.encode(placement)
 
-    def _follow(self, seats: tuple[int, ...]) -> Placement:
+    def _room(self, slots: int) -> int:
+        return slots or self._experts
+
+    def _least(self, rooms: Mapping[int, int]) -> int:
+        """Slots of a layer that each of them has room for: seats share experts evenly."""
+        return min(map(self._room, rooms.values()))
+
+    def _dealt(self, seats: tuple[int, ...], most: int) -> Placement:
+        slots = max(most, -(-self._experts // len(seats)))
+        return initial_placement(self._num_layers, self._experts, seats, slots)
+
+    def _follow(self, seats: tuple[int, ...], most: int) -> Placement:
         placement = self.current
         if placement is None:
-            slots = max(self._slots, -(-self._experts // len(seats)))
-            return initial_placement(self._num_layers, self._experts, seats, slots)
+            return self._dealt(seats, most)
         # Joins first: two survivors of three may have no room for what the newcomer can take.
-        placement = after_joins(placement, seats, self._slots)
+        placement = after_joins(placement, seats, most)
         for seat in sorted(set(placement.seats) - set(seats)):
             needed = -(-self._experts // (len(placement.seats) - 1))
             if needed > placement.slots_per_rank:

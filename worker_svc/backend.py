@@ -17,6 +17,7 @@ from phalanx.protocol.placement import (
     after_joins,
     initial_placement,
     slots_per_rank,
+    slots_used,
 )
 from phalanx.protocol.rundir import write_plan
 from phalanx.protocol.service import Service
@@ -30,6 +31,7 @@ from phalanx.worker_svc.gpu_room import Undone, done, room_for
 from phalanx.worker_svc.gpu_shapes import unsuited
 from phalanx.worker_svc.group import Group
 from phalanx.worker_svc.host_weights import HostWeights
+from phalanx.worker_svc.losses import loss_lines
 from phalanx.worker_svc.marks import Marks, event_mark
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
@@ -105,9 +107,24 @@ class ModelBackend:
         self._exchange: Exchange | None = None
         if device.type == "cuda":
             self._warm_up()
-        plan = self._engine.sizes.lines()
+        plan = [*self._engine.sizes.lines(), *self._loss_lines()]
         service.log.info("memory plan", **dict(plan))
         write_plan(config.run_path, service.seat, plan)
+
+    @property
+    def expert_slots(self) -> int:
+        """Of a layer: how many this rank has room for, beside all that it holds."""
+        config, gpu = self._service.config, self._engine.sizes.gpu
+        room = self._weights.slot_room(config.ranks, gpu.workspace if gpu else 0)
+        return min(room, config.worker.expert_slots or room)
+
+    def _loss_lines(self) -> list[tuple[str, str]]:
+        experts, held = self._weights.config.n_routed_experts, len(self._weights.slots(0))
+        ranks, sizes = self._service.config.ranks, self._engine.sizes
+        return loss_lines(
+            *(ranks, experts, held, self.expert_slots),
+            *(sizes.num_blocks - 1, self._service.config.scheduler.max_num_seqs),
+        )
 
     def _warm_up(self) -> None:
         service, rows = self._service, self._service.config.scheduler.max_num_batched_tokens
@@ -187,7 +204,7 @@ class ModelBackend:
         if kernels and (why := unsuited(model)):
             raise ConfigError(why)
         topology = service.board.topology()
-        slots = slots_per_rank(model.n_routed_experts, config.ranks)
+        slots = self._slots_to_load(model)
         if topology is not None and topology.placement:
             current = msgspec.msgpack.decode(topology.placement, type=Placement)
             coming = {s.seat for s in topology.seats if s.state in ("loading", "joining")}
@@ -195,8 +212,10 @@ class ModelBackend:
         else:
             layers, experts = model.num_hidden_layers, model.n_routed_experts
             placement = initial_placement(layers, experts, range(config.ranks), slots)
-        index = placement.seats.index(self._seat)
-        backbone = [[max(e, 0) for e in layer[index]] for layer in placement.physical_to_logical]
+        index, used = placement.seats.index(self._seat), slots_used(placement, self._seat)
+        backbone = [
+            [max(e, 0) for e in layer[index][:used]] for layer in placement.physical_to_logical
+        ]
         drafts: list[list[int]] = [[]] * model.draft_stages  # nobody serves from them
         return load_checkpoint(
             config.model_path,
@@ -205,6 +224,17 @@ class ModelBackend:
             progress=lambda done, total: service.progress("load weights", done / max(total, 1)),
             device=device,
         )
+
+    def _slots_to_load(self, model: ModelConfig) -> int:
+        """Of each layer: enough for the loss of any one rank, unless it may be no more. Raises ConfigError."""
+        experts, ranks = model.n_routed_experts, self._service.config.ranks
+        most = self._service.config.worker.expert_slots or experts
+        if most * ranks < experts:
+            raise ConfigError(
+                f"worker.expert_slots is {most}, and {ranks} ranks need {-(-experts // ranks)} each for the"
+                f" {experts} experts of a layer: raise it, or start {-(-experts // most)} ranks"
+            )
+        return min(slots_per_rank(experts, ranks), most)
 
     def _alive(self) -> None:
         self._service.row.advance()
@@ -242,7 +272,7 @@ class ModelBackend:
 
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
         self._look_for_host_weights()
-        self._weights.check_room(placement.slots_per_rank)
+        self._weights.check_room(slots_used(placement, self._seat))
         loaded = done(lambda: self._load_experts(epoch, placement), self._tell_repeated)
         failpoint("worker.prepare.after_load")
         own = None
@@ -261,11 +291,12 @@ class ModelBackend:
         say so. What was loaded stays, and is not read again.
         """
         loaded, index = 0, placement.seats.index(self._seat)
+        used = slots_used(placement, self._seat)
         with room_for("while experts were loaded", Undone):
             for layer, seats in enumerate(placement.physical_to_logical):
-                self._weights.widen(layer, placement.slots_per_rank)
+                self._weights.widen(layer, used)
                 held = self._weights.slots(layer)
-                for slot, expert in enumerate(seats[index]):
+                for slot, expert in enumerate(seats[index][:used]):
                     if expert == EMPTY or held[slot] == expert:
                         continue
                     self._get_on(epoch)

@@ -15,15 +15,15 @@ _LOADING_NICE = 5  # levels down: a third of the CPU time that a peer's step get
 def serve(service: Service) -> None:
     """Load, say so, and run until told to stop."""
     failpoint("worker.load.before")
-    backend, fingerprint = _load(service)
+    backend, fingerprint, expert_slots = _load(service)
     rank = Rank(service, backend)
     failpoint("worker.load.after")
-    service.ready(fingerprint)
+    service.ready(fingerprint, expert_slots)
     rank.run()
     rank.close()
 
 
-def _load(service: Service) -> tuple[Backend, str]:
+def _load(service: Service) -> tuple[Backend, str, int]:
     """`load_backend`; where peers step on the same CPUs meanwhile, in a thread that gives way to them.
 
     Priority is a thread's own on Linux, and only the privileged may raise it again: so it is not the main
@@ -45,15 +45,16 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, min(here + _LOADING_NICE, 19))
 
 
-def load_backend(service: Service) -> tuple[Backend, str]:
-    """What computes on the configured device, and its numerics fingerprint."""
+def load_backend(service: Service) -> tuple[Backend, str, int]:
+    """What computes on the configured device, its numerics fingerprint, and the expert slots of a layer that
+    it has room for; 0: any number."""
     if service.config.device == "null":
         from phalanx.worker_svc.null import NullBackend
 
         null = NullBackend(service)
-        return null, null.fingerprint
+        return null, null.fingerprint, service.config.worker.expert_slots
     from phalanx.worker_svc.backend import ModelBackend  # torch: a null worker starts without
 
     with room_for("while it started"):
         model = ModelBackend(service)
-    return model, model.fingerprint
+    return model, model.fingerprint, model.expert_slots

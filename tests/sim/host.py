@@ -70,6 +70,7 @@ class Child:
     progress: int = 0
     progress_ns: int = 0  # when it grew
     well_ns: int = 0  # since when it is well, if it is
+    room: int = 0  # of a worker: for so many expert slots of a layer; 0: for any number
     slow: bool = False  # takes longer to answer than it may, now and then
     waited_ns: int = 0  # for a CPU, in earlier starvations
     body: Any = None  # what runs in it, where that is simulated as well
@@ -128,6 +129,9 @@ class Host:
         self.plan = self._draw_plan()
         self._pids = 0
         self._calls = 0
+        # Expert slots that a worker has room for: any number, or hardly more than all ranks together need.
+        self.rooms: dict[int, int] = {}
+        self.least_room = -(-EXPERTS // config.ranks) if self.rng.random() < 0.4 else 0
         self.never_born: set[tuple[str, int]] = set()
         self.faults_end_ns = self.now_ns + FAULTS_END_NS
 
@@ -338,7 +342,10 @@ class Host:
     def _hear_ready(self, child: Child) -> None:
         if child.spec.kind == "worker":
             self.checks.worker_changes += 1
-        self.feed(BecameReady(child.spec.name, child.incarnation, "numbers"))
+        if self.least_room:
+            room = self.least_room + self.rng.choice((0, 0, 1, 3))
+            child.room = self.rooms.setdefault(child.spec.seat, room)  # of its GPU
+        self.feed(BecameReady(child.spec.name, child.incarnation, "numbers", child.room))
 
     def _look_again(self, child: Child) -> None:
         """A worker's sleep on its bell ends by itself."""

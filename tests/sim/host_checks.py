@@ -18,7 +18,7 @@ from phalanx.protocol.limits import (
     STOP_ACK_MS,
 )
 from phalanx.protocol.messages import Error, Restart, Restarted, Scale, Scaled
-from phalanx.protocol.placement import Placement, copies
+from phalanx.protocol.placement import Placement, copies, slots_used
 from phalanx.protocol.topology import Topology
 from phalanx.supervisor.core import NodeStage
 from phalanx.supervisor.events import (
@@ -170,7 +170,11 @@ class Checks:
             self.ranks = message.ranks
             self.require(message.ranks == request.ranks, f"{request}, {message}")
         if isinstance(message, Scaled | Error) and isinstance(request, Scale):
-            refused = isinstance(message, Error) and message.code in ("not_ready", "shutdown")
+            refused = isinstance(message, Error) and message.code in (
+                "not_ready",
+                "shutdown",
+                "bad_request",
+            )
             if not refused:
                 self.require(self.size_told == self.ranks, f"told {self.size_told}: {message}")
                 found = sorted(core.workers)
@@ -272,6 +276,11 @@ class Checks:
             f"placement for {placement.seats}, group of {topology.members()}",
         )
         for layer in range(len(placement.physical_to_logical)):
+            for seat in placement.seats:
+                room = self.host.children[f"worker-{seat}"].room
+                used = slots_used(placement, seat)
+                fits = used <= (room or used)
+                self.require(fits, f"GO {topology.epoch}: {used} slots, worker-{seat} has {room}")
             held = all(copies(placement, layer))
             self.require(held, f"GO {topology.epoch}: an expert of layer {layer} has no holder")
 

@@ -16,7 +16,9 @@ LAYERS, EXPERTS = 2, 10
 
 
 def settle(placements: GroupPlacements, *seats: int) -> Placement:
-    return msgspec.msgpack.decode(placements.settle(seats), type=Placement)
+    placed = placements.settle(dict.fromkeys(seats, 0))
+    assert placed is not None
+    return msgspec.msgpack.decode(placed, type=Placement)
 
 
 @given(st.integers(1, 5), st.lists(st.sets(st.integers(0, 4), min_size=1), max_size=8))

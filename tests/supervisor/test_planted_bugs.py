@@ -1,7 +1,7 @@
 """The simulator must find bugs, else it tests nothing: each core here has one planted, and a violation has
 to show within a stated number of seeds."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import pytest
@@ -104,7 +104,7 @@ def hears_the_dead(patch: pytest.MonkeyPatch) -> None:
 
     def dispatch(self: SupervisorCore, event: Event, now_ns: int) -> list[Action]:
         if isinstance(event, BecameReady):
-            return self._ready(self.processes[event.name], event.fingerprint, now_ns)
+            return self._ready(self.processes[event.name], event, now_ns)
         return right(self, event, now_ns)
 
     patch.setattr(SupervisorCore, "_dispatch", dispatch)
@@ -222,10 +222,10 @@ def never_kills_at_the_end(patch: pytest.MonkeyPatch) -> None:
 def forgets_experts_of_the_lost(patch: pytest.MonkeyPatch) -> None:
     right = GroupPlacements.settle
 
-    def settle(self: GroupPlacements, seats: tuple[int, ...]) -> bytes | None:
-        if self.current is not None and len(seats) < len(self.current.seats):
+    def settle(self: GroupPlacements, rooms: Mapping[int, int]) -> bytes | None:
+        if self.current is not None and len(rooms) < len(self.current.seats):
             return msgspec.msgpack.encode(self.current)
-        return right(self, seats)
+        return right(self, rooms)
 
     patch.setattr(GroupPlacements, "settle", settle)
 

@@ -146,6 +146,21 @@ class Weights:
                 stack[slot].copy_(matrix)
         self._slots[layer][slot] = expert
 
+    def slot_room(self, ranks: int, keep: int) -> int:
+        """Expert slots of each backbone layer that there is memory for, with those that are there; at most all.
+
+        Args:
+            ranks: that share the memory which is free now.
+            keep: bytes of it that are needed for something else.
+        """
+        experts = self.config.n_routed_experts
+        if self.packs_experts:  # slots point into the page cache
+            return experts
+        layers = self._experts[: self.config.num_hidden_layers]
+        have = min(len(held) for held in self._slots[: self.config.num_hidden_layers])
+        each = sum(stack[0].nbytes for layer in layers for stack in layer)
+        return min(experts, have + max(0, available_bytes() - keep) // (ranks * each))
+
     def check_room(self, slots: int) -> None:
         """Raises NoRoom where it can be told beforehand that no layer could be widened to so many slots."""
 

@@ -24,6 +24,7 @@ class Fit:
     shared_bytes: int  # of the page cache, read by all CPU ranks together; 0 on GPUs
     kv_bytes: int  # left for KV blocks of one rank, after weights and state slots; below 0: missing
     kv_tokens: int  # of one rank; 0 if the model does not fit
+    left_kv_tokens: int  # of all others together, when one rank is lost
 
     @property
     def fits(self) -> bool:
@@ -50,4 +51,5 @@ def _fit(config: ModelConfig, devices: Devices, ranks: int) -> Fit:
         room = usable - weights
     room -= SchedulerConfig().max_num_seqs * layout.slot_bytes
     blocks = max(0, room // layout.block_bytes - 1)  # one is the null block
-    return Fit(ranks, expert_slots, weights, shared, room, blocks * BLOCK_TOKENS)
+    tokens = blocks * BLOCK_TOKENS
+    return Fit(ranks, expert_slots, weights, shared, room, tokens, (ranks - 1) * tokens)

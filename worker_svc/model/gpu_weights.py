@@ -92,6 +92,15 @@ class GpuWeights(Weights):
         self._pools[layer].put(slot, *parts)
         self._slots[layer][slot] = expert
 
+    def slot_room(self, ranks: int, keep: int) -> int:
+        """As of any weights; a GPU's memory is this rank's alone."""
+        layers = self.config.num_hidden_layers
+        have = [len(held) for held in self._slots[:layers]]
+        each, free = slot_bytes(self.config), free_bytes(self.device) - keep
+        # The old slots of one layer stay until they are copied.
+        more = (free - each * max(have)) // (each * layers)
+        return min(self.config.n_routed_experts, min(have) + max(0, more))
+
     def check_room(self, slots: int) -> None:
         """Raises NoRoom, with the numbers, unless every backbone layer can be widened to so many slots.
         Nothing was changed then."""

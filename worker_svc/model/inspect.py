@@ -148,6 +148,8 @@ def render_fits(found: DeviceFits) -> str:
         ranks = f"{fit.ranks} rank{'s' if fit.ranks > 1 else ''}"
         weights = f"{shown_bytes(fit.weight_bytes)} of weights a rank"
         left = f"{fit.kv_tokens:,} KV tokens" if fit.fits else f"{shown_bytes(-fit.kv_bytes)} short"
+        if fit.left_kv_tokens:
+            left += f"; one lost: {fit.left_kv_tokens:,} in all"
         lines.append(f"    {ranks:>8}, {fit.expert_slots} experts a layer: {weights}, {left}")
     return "\n".join(lines)
 
