@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from engine_world import EngineWorld, Request
@@ -173,7 +174,7 @@ def member(weights: GpuWeights, told: list[str]) -> ModelBackend:
     backend._experts = GroupExperts(weights, 0, lambda: None)
     backend._host = HostWeights("", {})
     backend._region, backend._exchange = SimpleNamespace(shape=None, seat=0), None  # type: ignore[assignment]
-    backend._alive = lambda: None  # type: ignore[method-assign]
+    backend._get_on = lambda epoch: None  # type: ignore[method-assign]
     backend._tell_repeated = told.append  # type: ignore[method-assign]
     return backend
 
@@ -181,7 +182,10 @@ def member(weights: GpuWeights, told: list[str]) -> ModelBackend:
 def placement(weights: GpuWeights, spare: int) -> Placement:
     config = weights.config
     experts = config.n_routed_experts
-    return initial_placement(config.num_hidden_layers, experts, [0], experts + spare)
+    dealt = initial_placement(config.num_hidden_layers, experts, [0], experts + spare)
+    # A slot that holds nothing needs no memory: the spare ones hold second copies.
+    layer = ((*range(experts), *range(spare)),)
+    return msgspec.structs.replace(dealt, physical_to_logical=(layer,) * config.num_hidden_layers)
 
 
 def short_of_memory(
