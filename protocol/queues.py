@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from phalanx.protocol.arena import SHM, Arena, arena_name, names
 from phalanx.protocol.errors import ArenaError
+from phalanx.protocol.steps import read_rings
 
 LAYOUT_VERSION = 5
 STEP_TIMES = 4096  # step times kept
@@ -198,6 +199,7 @@ def read_queues(node: str) -> dict[str, list[dict[str, Any]]]:
         except ArenaError:
             continue  # its owner ended between the listing and now
         rank, held = _describe(QueueTable(memoryview(copy), rows))
+        rank["rings"] = read_rings(node, rank["slot"], rank["incarnation"])
         ranks.append(rank)
         requests += held
     return {"ranks": ranks, "requests": requests}

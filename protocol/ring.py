@@ -20,6 +20,11 @@ def _padded(nbytes: int) -> int:
     return (nbytes + 4 + 7) & ~7
 
 
+def positions_in(region: memoryview) -> memoryview:
+    """The ring's head (bytes ever written) and tail (bytes ever read)."""
+    return region[:16].cast("Q")
+
+
 class Ring:
     """A view of a ring inside a mapped region; both ends construct it over the same bytes.
 
@@ -28,13 +33,13 @@ class Ring:
 
     def __init__(self, region: memoryview, name: str, bell: Word) -> None:
         self.name, self.bell = name, bell
-        self._positions = region[:16].cast("Q")  # head (producer), tail (consumer)
+        self._positions = positions_in(region)
         self._data = region[RING_HEADER_BYTES:]
         self.capacity = len(self._data) & ~7
 
     @property
     def positions(self) -> tuple[int, int]:
-        """(bytes ever written, bytes ever read), for operators."""
+        """(bytes ever written, bytes ever read)."""
         return self._positions[0], self._positions[1]
 
     def write(self, message: bytes) -> None:

@@ -5,13 +5,17 @@ link number); a restart of either side makes a new one. Arrays are little-endian
 plan is one small message whatever the batch.
 """
 
+import re
+from typing import Any
+
 import msgspec
 
-from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.arena import Arena, arena_name, names
 from phalanx.protocol.board import SeatRow
+from phalanx.protocol.errors import ArenaError
 from phalanx.protocol.limits import RING_BYTES
 from phalanx.protocol.messages import Sampling, TokenLogprobs
-from phalanx.protocol.ring import Ring
+from phalanx.protocol.ring import Ring, positions_in
 
 
 class WorkerHello(msgspec.Struct, frozen=True, array_like=True, tag=0):
@@ -173,9 +177,29 @@ class Link:
         """Whether some worker has said hello on it: plans that it left unread are for nobody else."""
         return self._results.positions[0] > 0
 
-    def positions(self) -> dict[str, tuple[int, int]]:
-        """Ring name -> (bytes written, bytes read): shows an operator which side is behind."""
-        return {ring.name: ring.positions for ring in (self._plans, self._results)}
-
     def close(self) -> None:
         self.arena.close()
+
+
+def read_rings(node: str, seat: int, incarnation: int) -> list[dict[str, Any]]:
+    """Who is behind in the link of a seat's scheduler, asking neither side: of each ring its reader and the
+    bytes ever written and read. Nothing while there is no link."""
+    numbers = [
+        int(match[1])
+        for name in names(node)
+        if (match := re.fullmatch(rf".*-link{seat}-{incarnation}\.(\d+)", name))
+    ]
+    if not numbers:
+        return []
+    try:
+        with Arena.attach(link_arena_name(node, seat, incarnation << 32 | max(numbers))) as arena:
+            found: list[dict[str, Any]] = []
+            for at, (name, reader) in enumerate((("plans", "worker"), ("results", "scheduler"))):
+                with positions_in(arena.data[at * RING_BYTES :]) as positions:
+                    head, tail = positions
+                found.append(
+                    {"ring": name, "reader": f"{reader}-{seat}", "written": head, "read": tail}
+                )
+            return found
+    except ArenaError:
+        return []  # its owner made another one meanwhile

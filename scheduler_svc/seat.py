@@ -73,8 +73,5 @@ class SeatLink:
     def send(self, message: ToWorker) -> None:
         self._link.send_plan(message)
 
-    def positions(self) -> dict[str, tuple[int, int]]:
-        return self._link.positions()
-
     def close(self) -> None:
         self._link.close()

@@ -59,6 +59,7 @@ def queues(run_dir: Path | None, as_json: bool) -> None:
         "free blocks",
         "free slots",
         "step p50/p99 us",
+        "unread",
     )
     for column in columns:
         table.add_column(column, justify="right")
@@ -73,6 +74,11 @@ def queues(run_dir: Path | None, as_json: bool) -> None:
             "-"
             if rank["step_us_p50"] is None
             else f"{rank['step_us_p50']:.0f}/{rank['step_us_p99']:.0f}",
+            ", ".join(
+                f"{ring['written'] - ring['read']} B by {ring['reader']}"
+                for ring in rank["rings"]
+                if ring["written"] > ring["read"]
+            ),
         )
     console.print(table)
     if not found["requests"]:

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +255,20 @@ def test_keys_quotas_deadlines_and_health(served: Node, base: str) -> None:
     assert httpx.get(f"{base}/health").json()["healthy"] is True
     wait_for(lambda: served.running() == 0, 20, "the request that came too late")
     assert_whole(served)
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "scheduler-0"])
+def test_health_names_a_killed_process_within_a_second(
+    served: Node, base: str, victim: str
+) -> None:
+    pids = served.pids()
+    os.kill(pids[victim], signal.SIGKILL)
+    killed = time.monotonic()
+    while (answer := httpx.get(f"{base}/health", timeout=10)).status_code != 503:
+        assert answer.json()["healthy"] and time.monotonic() < killed + 1.0
+    assert not answer.json()["healthy"] and victim in "; ".join(answer.json()["reasons"])
+    served.wait_healthy()
+    wait_for(lambda: httpx.get(f"{base}/health").status_code == 200, 5, "health says so")
 
 
 async def fifty(base: str) -> list[str]:

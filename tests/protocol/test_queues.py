@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from phalanx.protocol.arena import Arena, names
+from phalanx.protocol.board import Board
 from phalanx.protocol.queues import (
     COLUMNS,
     STEP_TIMES,
@@ -24,6 +25,7 @@ from phalanx.protocol.queues import (
     queue_bytes,
     read_queues,
 )
+from phalanx.protocol.steps import Link
 
 ROWS = 10
 
@@ -51,6 +53,28 @@ def test_columns_do_not_overlap() -> None:
     for number, (name, _) in enumerate(COLUMNS):
         assert (getattr(table, name) == number + 1).all()
     assert (table.request_ids == 99).all() and table.header[0]["layout"] == 0
+
+
+def test_the_reader_that_is_behind_is_named(node: str) -> None:
+    arena, table = make(node, 1, 4)
+    with arena, Board.create(node).arena:
+        board = Board.attach(node)
+        old, link = (Link.create(node, 1, 4 << 32 | number, board.seats[1]) for number in (9, 10))
+        worker = Link.attach(node, 1, 4 << 32 | 10, board.seats[1])
+        old._plans.write(b"of a worker that is gone")
+        for _ in range(2):
+            link._plans.write(b"x" * 100)
+        assert worker._plans.read() is not None
+        worker._results.write(b"hello")
+        ((rank,), _) = read_queues(node).values()
+        assert rank["rings"] == [
+            {"ring": "plans", "reader": "worker-1", "written": 208, "read": 104},
+            {"ring": "results", "reader": "scheduler-1", "written": 16, "read": 0},
+        ]
+        del table
+        for one in (worker, link, old):
+            one.close()
+        board.close()
 
 
 def test_the_documented_fields(node: str) -> None:
@@ -83,6 +107,7 @@ def test_the_documented_fields(node: str) -> None:
             "steps": 3,
             "step_us_p50": 20.0,
             "step_us_p99": pytest.approx(29.8),
+            "rings": [],
         }
     ]
     (request,) = seen["requests"]
