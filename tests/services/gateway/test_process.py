@@ -1,10 +1,13 @@
 """The real gateway process: killed, drained, fed with garbage, asked by thousands at once."""
 
 import asyncio
+import os
 import sqlite3
 import stat
 import time
+from array import array
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,17 @@ import pytest
 import zmq
 from gateway_node import GatewayNode, wait_for
 
+from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import GatewayConfig
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.limits import MESSAGE_BYTES_MAX
-from phalanx.protocol.messages import Delta, Final, Sampling
+from phalanx.protocol.limits import CLIENT_STALL_MS, MESSAGE_BYTES_MAX
+from phalanx.protocol.messages import Accepted, ClientReply, Delta, Final, Generate, Sampling
 from phalanx.protocol.rundir import CLIENT_SOCKET, JOURNAL_FILE, endpoint
 from phalanx.protocol.seeds import derive_seed
 from phalanx.services.client import Client, GatewaySilent, NoNode, RequestTimeout, Result, Spec
 from phalanx.services.client_async import AsyncClient
 from phalanx.services.gateway.validate import sampling_for
-from sim.gateway_fakes import Expected
+from sim.gateway_fakes import Expected, token_at
 from sim.gateway_world import MODEL, expected, prompt_of
 
 pytestmark = pytest.mark.process
@@ -369,3 +373,87 @@ def test_asyncio_client(slow_node: GatewayNode) -> None:
 def _restart(node: GatewayNode) -> None:
     node.kill()
     node.start()
+
+
+class Stalling:
+    """A client that reads when the test says so, and has no room to speak of meanwhile."""
+
+    def __init__(self, node: GatewayNode, prompts: range, max_tokens: int) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 1)
+        self._socket.connect(endpoint(node.run_dir, CLIENT_SOCKET))
+        self._decoder = Decoder[ClientReply](ClientReply)
+        self.specs = {
+            call: Spec([call], Sampling(seed=call, max_tokens=max_tokens, ignore_eos=True))
+            for call in prompts
+        }
+        for call, spec in self.specs.items():
+            ask = Generate(call, prompt_token_ids=(call,), sampling=spec.sampling)
+            self._socket.send(encode(ask))
+        self.calls: dict[str, int] = {}  # request id -> call
+        self.tokens: dict[int, list[int]] = {call: [] for call in prompts}
+        self.finals: dict[int, Final] = {}
+
+    def read(self, quiet_s: float) -> None:
+        """All that comes, until every stream has ended or nothing comes any more. No stream has a gap."""
+        while len(self.finals) < len(self.specs) and self._socket.poll(int(quiet_s * 1000)):
+            message = self._decoder.decode(self._socket.recv())
+            match message:
+                case Accepted():
+                    self.calls[message.request_id] = message.call
+                case Delta():
+                    tokens = self.tokens[self.calls[message.request_id]]
+                    assert message.offset == len(tokens)
+                    tokens += message.token_ids
+                case Final():
+                    self.finals[self.calls[message.request_id]] = message
+                case _:
+                    raise AssertionError(message)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.mark.soak
+def test_a_stalled_client_has_no_gap_or_is_cancelled_with_a_reason_and_others_go_on() -> None:
+    """Half a minute in which nothing is read: sockets fill up, and more gathers than they hold."""
+    with (
+        GatewayNode(step_s=0.02) as node,
+        node.client() as reader,
+        closing(Stalling(node, range(2, 32), 4_000)) as short,
+        closing(Stalling(node, range(32, 62), 4_000)) as long,
+    ):
+        assert node.process is not None
+        steady = Spec([1], Sampling(seed=1, max_tokens=3_000, ignore_eos=True))
+        running = reader.generate(steady, timeout=300)
+        running.accepted()
+        time.sleep(CLIENT_STALL_MS / 1000 - 10)
+        held = rss(node.process.pid)
+        short.read(60)
+        for call in short.specs:
+            assert short.finals[call].finish_reason == "length"
+            assert short.tokens[call] == rightly(call, 4_000)
+        time.sleep(CLIENT_STALL_MS / 1000)
+        (result,) = running.results()
+        assert list(result.token_ids) == rightly(1, 3_000)
+        assert rss(node.process.pid) < held + (64 << 20)
+        long.read(2)
+        assert long.finals == {}, "it was given up, and what waited for it is gone"
+        assert sum(map(len, long.tokens.values())) > 1_000, "so much waited in sockets"
+        for request_id, call in long.calls.items():
+            assert long.tokens[call] == rightly(call, len(long.tokens[call]))
+            (result,) = reader.attach(request_id, timeout=20).results()
+            assert (result.finish_reason, result.code) == ("abort", Code.SLOW_CLIENT)
+
+
+def rightly(seed: int, count: int) -> list[int]:
+    """The first tokens of a stream of the test above."""
+    prompt = array("i", [seed]).tobytes()
+    return [token_at(derive_seed(seed, 0), prompt, at) for at in range(count)]
+
+
+def rss(pid: int) -> int:
+    """Bytes in memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")
