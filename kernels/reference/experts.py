@@ -44,11 +44,13 @@ class ExpertPool:
             self._scales[part][slot].copy_(scales)
 
     def widen(self, num_slots: int) -> None:
-        """Make room for more experts."""
-        for held in (self._codes, self._scales):
-            for part, stack in enumerate(held):
-                more = stack.new_zeros((num_slots - self.num_slots, *stack.shape[1:]))
-                held[part] = torch.cat((stack, more))
+        """Make room for more experts: of all parts, or of none where there is no memory."""
+
+        def wider(stack: Tensor) -> Tensor:
+            return torch.cat((stack, stack.new_zeros((num_slots - len(stack), *stack.shape[1:]))))
+
+        codes, scales = list(map(wider, self._codes)), list(map(wider, self._scales))
+        self._codes, self._scales = codes, scales
 
     def matrix(self, part: int, slot: int) -> Tensor:
         """Gate, up or down (0, 1, 2) of a slot: float32 [out, in]."""
