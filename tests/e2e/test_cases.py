@@ -1,5 +1,5 @@
-"""What users of such systems report, done to real nodes: fifty that start at once, shared memory that a killed node
-left behind and that has no room for two, steps that grow long with the age of the process."""
+"""What users of such systems report, done to real nodes: fifty that start at once, a disk that stalls, shared memory
+that a killed node left behind and that has no room for two, steps that grow long with the age of the process."""
 
 import json
 import os
@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 NODES = 50
 START_S = 500
+STALL_MS = 30_000
 
 _OWN_SHM = 'mount -t tmpfs -o size=200m tmpfs /dev/shm && exec "$@"'
 _ALONE = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",))]
@@ -123,3 +124,30 @@ def test_no_step_grows_long_with_the_age_of_the_process(start_node: Callable[...
     assert float(np.percentile(np.concatenate(found), 99.9)) < most_us, told
     early, late = np.median(p999[: rounds // 2]), np.median(p999[rounds // 2 :])
     assert late < 3 * early + 5_000, told
+
+
+def test_a_disk_that_stalls_for_half_a_minute_holds_up_what_is_new_and_nothing_else(
+    start_node: Callable[..., Node],
+) -> None:
+    node = start_node(1, "--inject", "--device", "null")
+    spec = Spec([5], Sampling(seed=1, max_tokens=2_000, ignore_eos=True))
+    fault_free = node.run([spec])
+    restarts = [(p.name, p.restarts) for p in node.look().processes]
+    with Client(node.run_dir) as client, Client(node.run_dir) as late:
+        running = client.generate(spec, timeout=120)
+        running.accepted()
+        node.failpoint("gateway.journal.before_commit", "sleep", process="gateway", ms=STALL_MS)
+        began = time.monotonic()
+        new = late.generate(spec, timeout=120)
+        while not node.came_up("gateway").get("gateway.journal.before_commit"):
+            assert time.monotonic() < began + 10
+            time.sleep(0.02)
+        (told,) = running.results()
+        assert (told.finish_reason, told.token_ids) == fault_free[0, 0][:2]
+        assert client.health().healthy and node.healthy()
+        assert time.monotonic() < began + STALL_MS / 2_000, "it waited for the disk"
+        new.accepted()
+        assert time.monotonic() > began + STALL_MS / 1_000
+        assert new.results()[0].token_ids == told.token_ids
+    node.clear()
+    assert [(p.name, p.restarts) for p in node.look().processes] == restarts
