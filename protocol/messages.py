@@ -451,6 +451,16 @@ class FinalSeen(Message, frozen=True):
     sequences: tuple[tuple[str, int, int], ...]
 
 
+class HandBack(Message, frozen=True):
+    """There is room for these (request_id, index, attempt) at another rank. Those that still wait here, holding
+    nothing, end with `abort`, which the gateway takes for "place it anew"; what runs goes on.
+
+    Never acknowledged: a sequence that goes on waiting is asked for again.
+    """
+
+    sequences: tuple[tuple[str, int, int], ...]
+
+
 class ListSequences(Message, frozen=True):
     """A new gateway asks what this scheduler runs (finished but unacknowledged ones too)."""
 
@@ -485,6 +495,11 @@ class SeatLoad(Message, frozen=True):
     free_slots: int = 0
     total_slots: int = 0
     worker_incarnation: int = 0  # the worker it serves; 0: does not say
+    # What could start at once beside all that is here, with the pool no fuller than new sequences find it.
+    room_blocks: int = 0
+    room_sequences: int = 0
+    # The first of those that wait because there is no room: (request_id, index, attempt).
+    stuck: tuple[tuple[str, int, int], ...] = ()
 
 
 BusToGateway = (
@@ -501,7 +516,15 @@ BusToGateway = (
     | SeatLoad
 )
 BusFromGateway = (
-    Welcome | Encode | Decode | Submit | AbortSequence | Resend | FinalSeen | ListSequences
+    Welcome
+    | Encode
+    | Decode
+    | Submit
+    | AbortSequence
+    | Resend
+    | FinalSeen
+    | HandBack
+    | ListSequences
 )
 
 # ---------------------------------------------------------------- scheduler / worker <-> kvstore

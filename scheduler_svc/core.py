@@ -28,6 +28,7 @@ from phalanx.protocol.messages import (
     FinalSeen,
     FinishReason,
     GetDone,
+    HandBack,
     KVRequest,
     ListSequences,
     PutDone,
@@ -57,7 +58,7 @@ from phalanx.scheduler_svc.events import (
     WorkerLost,
 )
 from phalanx.scheduler_svc.finals import REPEAT_NS, Finals
-from phalanx.scheduler_svc.load import LoadReport
+from phalanx.scheduler_svc.load import LoadReport, room, stuck
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight, make_plan, retract
 from phalanx.scheduler_svc.prefill import Prefill, take_chunks, wants_prompt
@@ -152,6 +153,7 @@ class Scheduler:
             AbortSequence: self._abort,
             Resend: self._resend,
             FinalSeen: self._final_seen,
+            HandBack: self._hand_back,
             ListSequences: self._list_sequences,
             WorkerHello: self._hello,
             StepResult: self._result,
@@ -200,7 +202,7 @@ class Scheduler:
         load = self._current_load()
         self._write_header(load)
         if self._load.update(load, now_ns):
-            self._say(load)
+            self._say(self._with_room(load))
         self.table.end()
         actions.gateway, self._out = self._out, []
         return actions
@@ -311,6 +313,16 @@ class Scheduler:
             known = self.sequences.get((request_id, index))
             if known is not None and known.attempt == attempt and known.finish is not None:
                 self._forget(known)
+
+    def _hand_back(self, asked: HandBack, now_ns: int) -> None:
+        """Another rank has room for those that wait here. What has begun goes on."""
+        for request_id, index, attempt in asked.sequences:
+            known = self.sequences.get((request_id, index))
+            if known is None or known.attempt != attempt or known.finish is not None:
+                continue
+            if known.slot < 0:
+                self._finish(known, "abort", now_ns)
+                self._items.append(known.item(known.num_outputs))
 
     def _list_sequences(self, asked: ListSequences, now_ns: int) -> None:
         infos = tuple(
@@ -520,7 +532,7 @@ class Scheduler:
 
     def _evict(self, victim: Sequence, now_ns: int) -> None:
         """No block is left for its next token."""
-        if self.config.preempt == "recompute":
+        if self.config.preempt == "recompute" or victim.row not in self.rank.decoding:
             self.rank.preempt(victim)
             self._look_up(victim, now_ns)
             return
@@ -738,6 +750,14 @@ class Scheduler:
             len(rank.free_slots),
             rank.total_slots,
             self.worker.worker_incarnation if self.worker is not None else 0,
+        )
+
+    def _with_room(self, load: SeatLoad) -> SeatLoad:
+        rank, most, watermark = self.rank, self.config.max_num_seqs, self.config.prefill_watermark
+        blocks, sequences = room(rank, most, watermark)
+        waiting = tuple([(*one.key, one.attempt) for one in stuck(rank, most, watermark)])
+        return msgspec.structs.replace(
+            load, room_blocks=blocks, room_sequences=sequences, stuck=waiting
         )
 
     def _write_header(self, load: SeatLoad) -> None:

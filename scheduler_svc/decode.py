@@ -65,9 +65,11 @@ def take_decoders(
                 return found
         if not idle:
             return None
-        if len(rank.decoding) == 1:
+        # One that is moving here and has not got as far as a token makes room as well.
+        moving = [one for one in rank.prefilling if one.ahead and one.load is None]
+        if len(rank.decoding) == 1 and not moving:
             break
-        evict(victim(rank.decoding.values()))
+        evict(victim([*rank.decoding.values(), *moving]))
     return Decoders()
 
 

@@ -1,10 +1,22 @@
-"""When the gateway hears of a seat's load: at once if it may place sequences here or not any more, soon
-after every other change, and now and then all the same. Pure."""
+"""What the gateway hears of a seat's load, and when: at once if it may place sequences here or not any more,
+soon after every other change, all the time while sequences wait, and now and then all the same. Pure.
+
+It hears also what could start here at once, and which sequences wait for want of room: those it may take
+back and give to a rank that has some (`services/gateway/moves.py`).
+"""
+
+from itertools import chain
 
 from phalanx.protocol.messages import SeatLoad
+from phalanx.scheduler_svc.blocks import blocks_for
+from phalanx.scheduler_svc.prefill import may_start
+from phalanx.scheduler_svc.rank import Rank
+from phalanx.scheduler_svc.state import Sequence
 
 PERIOD_NS = 50 * 10**6  # between two reports of ordinary changes
 REPEAT_NS = 10**9  # one that was lost must not idle the seat
+STUCK_MAX = 32  # sequences named in one report; the next one names those behind them
+WAITING_MAX = 32  # with more that wait there is no room, or it is a matter of a step
 
 
 class LoadReport:
@@ -33,4 +45,34 @@ class LoadReport:
     @property
     def due_ns(self) -> int:
         """When the load, if it stays as it is, will be said next."""
-        return self._said_ns + (REPEAT_NS if self._now == self._said else PERIOD_NS)
+        settled = self._now == self._said and self._now is not None and not self._now.waiting
+        return self._said_ns + (REPEAT_NS if settled else PERIOD_NS)
+
+
+def room(rank: Rank, max_num_seqs: int, watermark: float) -> tuple[int, int]:
+    """(blocks, sequences) that could start at once beside what is here, and behind what waits here.
+
+    The pool is then no fuller than `watermark`, as is asked of sequences that come from another rank (`may_start`),
+    and each sequence that runs can still grow by a block.
+    """
+    pool, waiting = rank.pool, rank.num_waiting
+    sequences = min(len(rank.free_slots), max_num_seqs - rank.num_running) - waiting
+    if sequences <= 0 or waiting > WAITING_MAX:
+        return 0, 0
+    most = min(int(watermark * pool.total), pool.total - rank.num_running)
+    wanted = sum(blocks_for(one.num_tokens) for one in chain(rank.waiting, rank.aside))
+    return max(0, most - pool.used - wanted), sequences
+
+
+def stuck(rank: Rank, max_num_seqs: int, watermark: float) -> list[Sequence]:
+    """The first of those that wait because there is no room for the first of them; none if there is some.
+
+    Those that take over what another one of their request computes wait for that, not for room.
+    """
+    found = [one for one in rank.waiting[:STUCK_MAX] if rank.leader_of(one) is None]
+    if found:
+        first = found[0]
+        needed = blocks_for(first.num_tokens)
+        if may_start(rank, needed, max_num_seqs, watermark, ahead=first.ahead):
+            return []
+    return found

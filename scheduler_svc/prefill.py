@@ -68,7 +68,7 @@ def take_chunks(
 
     A sequence takes its slot and all blocks of its tokens at its first chunk, so a prompt once begun
     always gets done. One starts only while at most `watermark` of the pool is used: running sequences
-    need room to grow.
+    need room to grow. See `may_start`.
     """
     return _Taking(rank, budget, max_num_seqs, watermark, stored).run()
 
@@ -120,12 +120,13 @@ class _Taking:
             self._load()
         if not self._left:
             return Prefill()
-        if not self._open:
+        if self._open:
+            if len(self._open) + len(rank.waiting) > 1:
+                self._give(self._open[0], -(-self._left // OLDEST_SHARE))
+        elif rank.waiting and not rank.waiting[0].ahead:
             self._start_whole()
             if not rank.waiting:
                 return self._taken(self._whole)
-        elif len(self._open) + len(rank.waiting) > 1:
-            self._give(self._open[0], -(-self._left // OLDEST_SHARE))
         while self._left and (chosen := self._next()) is not None:
             if chosen.slot >= 0 or self._start(chosen):
                 self._give(chosen, self._left)
@@ -136,8 +137,8 @@ class _Taking:
         return Prefill(chunks, self._forks, self._budget - self._left)
 
     def _start_whole(self) -> None:
-        """The common case at once: the head of the queue, as far as whole prompts fit into the step and are
-        shared with nobody. The first that asks for more thought ends it."""
+        """The common case at once: arrivals at the head of the queue, as far as whole prompts fit into the step
+        and are shared with nobody. The first that asks for more thought ends it."""
         rank, passes = self._rank, self._rank.table.passes
         room, used_max = self._max_num_seqs - rank.num_running, self._watermark * rank.pool.total
         if passes is None:
@@ -247,7 +248,11 @@ class _Taking:
                 continue
             num_tokens = self._tokens(sequence)
             fits = 4 * num_tokens <= self._room and may_start(
-                rank, blocks_for(num_tokens), self._max_num_seqs, self._watermark
+                rank,
+                blocks_for(num_tokens),
+                self._max_num_seqs,
+                self._watermark,
+                ahead=sequence.ahead,
             )
             if fits:
                 yield sequence
@@ -308,7 +313,7 @@ class _Taking:
         for follower in rank.followers(leader):
             needed = blocks_for(self._tokens(leader)) - rank.shared_blocks(leader)
             fits = 4 * self._tokens(follower) <= self._room and may_start(
-                rank, needed, self._max_num_seqs, self._watermark
+                rank, needed, self._max_num_seqs, self._watermark, ahead=follower.ahead
             )
             if not self._left or not fits:
                 break
@@ -322,12 +327,20 @@ class _Taking:
         return Chunk(sequence, start, count, samples=start + count == self._tokens(sequence))
 
 
-def may_start(rank: Rank, num_blocks: int, max_num_seqs: int, watermark: float) -> bool:
+def may_start(
+    rank: Rank, num_blocks: int, max_num_seqs: int, watermark: float, *, ahead: bool
+) -> bool:
+    """Whether there is room for a sequence that takes so many blocks.
+
+    An arrival finds at most `watermark` of the pool used. One that is ahead of arrivals leaves it so, unless it
+    is alone: it comes from a rank that fell, or had to make room here, and shall not push out who runs.
+    """
     pool = rank.pool
     free = pool.free
+    used = pool.total - free + (num_blocks if ahead and rank.num_running else 0)
     return (
         rank.num_running < max_num_seqs
         and bool(rank.free_slots)
-        and pool.total - free <= watermark * pool.total
+        and used <= watermark * pool.total
         and num_blocks <= free
     )

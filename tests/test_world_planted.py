@@ -21,6 +21,7 @@ from phalanx.services.client_core import ClientCore
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Accept, Produced, Recovered, Scored
+from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.seats import Seat
 from phalanx.services.gateway.streams import End, Place, Request, Stream
@@ -423,6 +424,23 @@ def test_a_worker_needs_no_scheduler_that_runs(monkeypatch: pytest.MonkeyPatch) 
     _hang_schedulers_of_dead_workers(monkeypatch)
     for seed in range(10):
         World(seed).run()
+
+
+@planted(seeds=20, first=5050)
+def who_waits_at_a_full_rank_stays_there(patch: Patch) -> None:
+    """Though another rank has room, for instance because it came back empty."""
+    patch.setattr(Moves, "ask", lambda self, now_ns: None)
+
+
+@planted(seeds=40)
+def who_comes_back_is_not_placed_again(patch: Patch) -> None:
+    right = Placement.enqueue
+
+    def enqueue(self: Placement, stream: Stream, resumed: bool = False) -> None:
+        if not stream.handed_back:
+            right(self, stream, resumed)
+
+    patch.setattr(Placement, "enqueue", enqueue)
 
 
 @planted(seeds=40)

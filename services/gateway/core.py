@@ -435,7 +435,7 @@ class Core:
             case SequenceList():
                 self._on_list(peer, message, now_ns)
             case SeatLoad():
-                self._placement.on_load(peer, message)
+                self._placement.on_load(peer, message, self._find)
 
     def on_unroutable(self, peer: bytes, message: BusFromGateway, now_ns: int) -> None:
         """The message could not be sent: its receiver is gone."""

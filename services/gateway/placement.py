@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from phalanx.protocol.errors import Code
-from phalanx.protocol.limits import BLOCK_SIZE, COMMAND_RETRY_MS
+from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.messages import (
     AbortSequence,
     FinalSeen,
     FinishReason,
+    HandBack,
     ListSequences,
     Refusal,
     Resend,
@@ -29,6 +30,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from phalanx.protocol.topology import Topology
+from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.seats import Seat, Seats
 from phalanx.services.gateway.streams import End, Place, Stream
 
@@ -44,7 +46,7 @@ LATER = (Code.OVERLOADED, Code.NOT_READY, Code.KV_PRESSURE, Code.SHUTDOWN)  # re
 FALLS_MAX = 12  # a request that fells every rank it comes to must not stop the node for ever
 ANEW = (Code.INTERNAL, Code.UNKNOWN_REQUEST)  # a new attempt may do; a few times
 
-BusCommand = Submit | AbortSequence | Resend | FinalSeen | ListSequences
+BusCommand = Submit | AbortSequence | Resend | FinalSeen | HandBack | ListSequences
 
 
 class Placement:
@@ -63,6 +65,7 @@ class Placement:
         self._first_attempt = first_attempt
         self._eos_token_id = eos_token_id
         self.seats = Seats(seat_capacity)
+        self._moves = Moves(self.seats, send)
         # Heap: those that are resumed, then the oldest. Entries that no longer wait are dropped when
         # they surface.
         self._waiting: list[tuple[bool, int, int, Stream]] = []
@@ -102,10 +105,13 @@ class Placement:
             if seat.peer and seat.vacant or newest > seat.incarnation:
                 self._replace_scheduler(seat, b"", newest)
 
-    def on_load(self, peer: bytes, load: SeatLoad) -> None:
+    def on_load(
+        self, peer: bytes, load: SeatLoad, find: Callable[[str, int], Stream | None]
+    ) -> None:
         seat = self.seats.of(peer)
         if seat is not None and load.incarnation == seat.incarnation:
             seat.load = load
+            self._moves.heard(seat, load, find)
             seat.total_blocks = load.total_blocks or seat.total_blocks
 
     def _replace_scheduler(self, seat: Seat, peer: bytes, incarnation: int) -> None:
@@ -154,6 +160,7 @@ class Placement:
 
     def dispatch(self, now_ns: int) -> None:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
+        self._moves.ask(now_ns)
         pinned, self._pinned = self._pinned, []
         for stream in pinned:
             self._place_pinned(stream, now_ns)
@@ -186,11 +193,19 @@ class Placement:
     def _seat_for(self, stream: Stream, now_ns: int) -> Seat | None:
         """The least loaded seat; but a new sequence goes where the one before it of the same request
         went, which computes their prompt once, if that saves more than the imbalance costs."""
-        (request_id, number), tokens = self._newest, stream.num_tokens_max
-        if stream.tokens or stream.request_id != request_id:
-            return self.seats.least_loaded(now_ns, tokens, resumed=stream.resumed)
-        worth = stream.entry.prompt_tokens // BLOCK_SIZE
-        return self.seats.least_loaded(now_ns, tokens, number, worth, resumed=stream.resumed)
+        number = self._newest[1]
+        return self.seats.least_loaded(
+            now_ns,
+            stream.num_tokens_max,
+            stream.num_blocks,
+            number if self._follows(stream, number) else -1,
+            stream.num_prompt_blocks,
+            resumed=stream.resumed,
+        )
+
+    def _follows(self, stream: Stream, number: int) -> bool:
+        """Whether the sequence placed last has the same prompt, and this seat computes it."""
+        return not stream.tokens and self._newest == (stream.request_id, number)
 
     def take_ended(self) -> list[Stream]:
         """Streams that need no seat any more: their tokens say that they have ended."""
@@ -205,6 +220,8 @@ class Placement:
         )
         seat.streams[stream.number] = stream
         stream.seat = seat.number
+        shared = stream.num_prompt_blocks if self._follows(stream, seat.number) else 0
+        self._moves.placed(stream, stream.place, seat, max(1, stream.num_blocks - shared), now_ns)
         self._calls[self._last_call] = stream
         self._send_submit(stream, seat)
 
@@ -250,8 +267,11 @@ class Placement:
         place = stream.place
         if place is not None:
             self._calls.pop(place.call, None)
-            self.seats.by_number[place.seat].streams.pop(stream.number, None)
-            self.seats.by_number[place.seat].handles.pop(place.handle, None)
+            seat = self.seats.by_number[place.seat]
+            seat.streams.pop(stream.number, None)
+            seat.handles.pop(place.handle, None)
+            seat.withdraw(stream.number)
+            self._moves.withdraw(stream, place)
             stream.place = None
 
     def _abort(
@@ -361,11 +381,13 @@ class Placement:
             seat.handles[item.handle] = stream
         before = (len(stream.tokens), stream.num_scores)
         if item.finish_reason == "abort" and item.code is None:
-            # Not by this gateway, which is done with what it aborts: an old word reached it late.
+            # It was asked back (`moves.py`). Or an old word reached it late: this gateway is done with what
+            # it aborts.
             if not stream.lacks_logprobs(item):
                 stream.take(msgspec.structs.replace(item, finish_reason=None))
             self._final_seen(seat, stream.request_id, stream.index, place.attempt)
             self._unplace(stream)
+            self._moves.handed_back(stream)
             self.enqueue(stream, resumed=True)
             return (len(stream.tokens), stream.num_scores) > before
         if stream.lacks_logprobs(item):

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import SeatLoad
 from phalanx.services.gateway.streams import Stream
@@ -24,6 +26,45 @@ class Seat:
     list_at_ns: int = 0
     listed: bool = False  # it answered what it runs, in its present incarnation
     not_before_ns: int = 0
+    promised: dict[int, int] = field(default_factory=dict)  # see `promise`
+    promised_blocks: int = 0
+    stuck: list[Stream] = field(
+        default_factory=list
+    )  # wait there for want of room, as it last said
+
+    def promise(self, number: int, blocks: int) -> None:
+        """The stream of this number will need so many blocks here, which its load does not show yet."""
+        self.withdraw(number)
+        self.promised[number] = blocks
+        self.promised_blocks += blocks
+
+    def withdraw(self, number: int) -> None:
+        self.promised_blocks -= self.promised.pop(number, 0)
+
+    def has_room(self, blocks: int) -> bool:
+        """Whether one more sequence could start here at once."""
+        load = self.load
+        return (
+            load is not None
+            and len(self.promised) < load.room_sequences
+            and blocks <= self.room_blocks
+        )
+
+    @property
+    def room_blocks(self) -> int:
+        """Blocks that one more sequence could have at once; below 0: so many are promised beyond."""
+        load = self.load
+        if load is None:
+            return 0
+        alone = not (
+            load.running or load.waiting or self.promised
+        )  # then it may have all there are
+        return load.free_blocks if alone else load.room_blocks - self.promised_blocks
+
+    @property
+    def expects(self) -> bool:
+        """Sequences are on their way back to the gateway because of the room here."""
+        return any(number not in self.streams for number in self.promised)
 
     def holds(self, tokens: int) -> bool:
         """Whether its KV pool has room for a sequence of so many tokens."""
@@ -75,13 +116,23 @@ class Seats:
         return min(pools, default=0) * BLOCK_SIZE or None
 
     def loads(self) -> tuple[SeatLoad, ...]:
+        """For anyone who asks, so without the names of requests."""
         seats = sorted(self.by_number.items())
-        return tuple(seat.load for _, seat in seats if seat.load and seat.peer)
+        loads = [seat.load for _, seat in seats if seat.load and seat.peer]
+        return tuple([msgspec.structs.replace(load, stuck=()) for load in loads])
+
+    def with_room(self, now_ns: int, tokens: int, blocks: int) -> Seat | None:
+        """The least loaded seat that could start a sequence at once which needs so many blocks now and may
+        grow to so many tokens."""
+        seats = self.by_number.values()
+        found = [s for s in seats if s.takes(now_ns) and s.holds(tokens) and s.has_room(blocks)]
+        return min(found, key=_load, default=None)
 
     def least_loaded(
         self,
         now_ns: int,
         tokens: int,
+        blocks: int,
         beside: int = -1,
         worth: int = 0,
         *,
@@ -92,7 +143,10 @@ class Seats:
         Args:
             tokens: A seat whose pool is too small for so many gets it only if no other has more room:
                 ranks that join later may have smaller pools than what was accepted before.
-            beside: A seat that is preferred as long as it runs at most `worth` sequences more.
+            blocks: A seat that could start with so many at once goes before all that could not, and
+                without one that which lacks the fewest.
+            beside: A seat that is preferred as long as it runs at most `worth` sequences more; so many of the
+                blocks are there already.
             resumed: It goes ahead of the arrivals that wait at a seat, so a seat that is full of them is
                 given it all the same, up to as many again: its table has rows for that.
         """
@@ -110,8 +164,20 @@ class Seats:
         ):
             return None  # one that holds it is there, and is busy
         usable = roomy or usable
-        least = min(usable, key=lambda seat: (len(seat.streams), seat.number))
+        fit = [seat for seat in usable if seat.has_room(blocks)]
+        if not fit and not resumed:
+            # Nor does an arrival take the room for which others are on their way back.
+            usable = [seat for seat in usable if not seat.expects] or usable
+        if fit:
+            least = min(fit, key=_load)
+        else:
+            least = min(usable, key=lambda seat: (max(0, blocks - seat.room_blocks), _load(seat)))
         for seat in usable:
-            if seat.number == beside and len(seat.streams) <= len(least.streams) + worth:
+            near = seat.number == beside and len(seat.streams) <= len(least.streams) + worth
+            if near and (not fit or seat.has_room(max(1, blocks - worth))):
                 return seat
         return least
+
+
+def _load(seat: Seat) -> tuple[int, int]:
+    return len(seat.streams), seat.number

@@ -12,6 +12,7 @@ import msgspec
 
 from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import (
     DecodedItem,
     DecodeItem,
@@ -58,6 +59,10 @@ class Place:
     quiet: int = 0  # how often it was asked after without hearing of it
     resend_at_ns: int = 0  # a gap is asked for again not before
     handle: int = 0  # its name in this scheduler's TokenRows; 0: not told yet
+    bound_for: int = (
+        -1
+    )  # the seat with room for it, because of which it is asked back; -1: it is not
+    stays_until_ns: int = 0  # it is not asked back before
 
 
 class Stream:
@@ -85,6 +90,7 @@ class Stream:
         self.tries = 0  # refusals in a row that did not say "later"
         self.falls = 0  # of the seats it was at, in a row, without a new token
         self.tokens_at_fall = 0
+        self.handed_back = 0  # how often a seat gave it back that had no room
         self.sent = 0  # tokens that some client has got
         # Where tokens could not be made again the same, they are journalled before they are told:
         # how many are on disk (None: not such a node), how many on their way there, and the end.
@@ -124,6 +130,16 @@ class Stream:
         """Tokens that a KV pool must have room for; the last output is never fed back."""
         assert self.sampling.max_tokens is not None
         return self.entry.prompt_tokens + self.sampling.max_tokens - 1
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of the tokens it has, which a rank must have free to begin with it."""
+        return -(-(self.entry.prompt_tokens + len(self.tokens)) // BLOCK_SIZE)
+
+    @property
+    def num_prompt_blocks(self) -> int:
+        """Those of its blocks that the prompt fills: sequences of one request can share them."""
+        return self.entry.prompt_tokens // BLOCK_SIZE
 
     @property
     def hollow(self) -> bool:

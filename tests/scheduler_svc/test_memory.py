@@ -55,6 +55,46 @@ def test_what_came_from_another_rank_makes_room_before_those_who_ran_here() -> N
         assert story.outputs(number) == story.expected(number, 100)
 
 
+def test_what_came_from_another_rank_leaves_room_to_grow() -> None:
+    """An arrival may fill the pool; one that moves here waits rather, unless it is alone."""
+    for resumed, starts in ((True, False), (False, True)):
+        story = Story(num_blocks=11)
+        story.submit(0, 580, max_tokens=100)
+        story.step(2)
+        story.submit(1, 580, max_tokens=20, resumed=resumed)
+        story.step(2)
+        assert (len(story.core.rank.decoding) == 2) == starts
+        story.run()
+        assert story.outputs(0) == story.expected(0, 100)
+        assert story.outputs(1) == story.expected(1, 20)
+    story = Story(num_blocks=6)
+    story.submit(0, 580, max_tokens=20, resumed=True)
+    story.run()
+    assert story.ends(0) == ["length"]
+
+
+def test_what_is_moving_here_makes_room_before_its_first_token() -> None:
+    """Else those who run would be pushed out by a prompt that is computed for another rank's loss."""
+    story = Story(num_blocks=16, max_num_batched_tokens=9)
+    for number in range(5):
+        story.submit(number, 120, max_tokens=200)  # in the end they hold all blocks
+    while len(story.core.rank.decoding) < 5:
+        story.step()
+    story.submit(5, 500, max_tokens=4, resumed=True)
+    story.step()
+    (moving,) = story.core.rank.prefilling
+    pushed_out = set[int]()
+    while story.plan is not None:
+        story.step()
+        waiting = story.core.rank.waiting
+        pushed_out |= {int(one.request_id, 16) for one in waiting if one.handle != moving.handle}
+        if moving in waiting:
+            assert story.columns.phase[moving.row] == Phase.PREEMPTED
+    assert not pushed_out
+    for number in range(6):
+        assert story.outputs(number) == story.expected(number, 4 if number == 5 else 200)
+
+
 def test_a_preempted_one_goes_ahead_of_arrivals() -> None:
     story = Story(num_blocks=4, max_num_seqs=3)
     for number in range(3):

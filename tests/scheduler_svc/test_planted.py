@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from phalanx.protocol.config import SchedulerConfig
-from phalanx.protocol.messages import Get, GetDone, Submit, Submitted
+from phalanx.protocol.messages import Get, GetDone, HandBack, Submit, Submitted
 from phalanx.protocol.queues import Phase
 from phalanx.protocol.steps import Restore, StepResult
 from phalanx.scheduler_svc import commit as commit_module
@@ -472,6 +472,30 @@ def abandoned_restore_counts(patch: Patch) -> None:
     patch.setattr(Rank, "lost_fork", lambda self, sequence: False)
 
 
+def gives_back_what_runs(patch: Patch) -> None:
+    def hand_back(self: Scheduler, asked: HandBack, now_ns: int) -> None:
+        for request_id, index, attempt in asked.sequences:
+            known = self.sequences.get((request_id, index))
+            if known is not None and known.attempt == attempt and known.finish is None:
+                self._finish(known, "abort", now_ns)
+                self._items.append(known.item(known.num_outputs))
+
+    patch.setattr(Scheduler, "_hand_back", hand_back)
+
+
+def gives_back_without_a_word(patch: Patch) -> None:
+    """It is dropped, as the loss of a worker drops everything; but nobody knows."""
+
+    def hand_back(self: Scheduler, asked: HandBack, now_ns: int) -> None:
+        for request_id, index, attempt in asked.sequences:
+            known = self.sequences.get((request_id, index))
+            waits = known is not None and known.attempt == attempt and known.slot < 0
+            if known is not None and waits and known.finish is None:
+                self._forget(known)
+
+    patch.setattr(Scheduler, "_hand_back", hand_back)
+
+
 # Seeds within which each is found: several times what it took when it was planted first.
 PLANTED: list[tuple[Planter, int]] = [
     (no_fence, 20),
@@ -509,6 +533,8 @@ PLANTED: list[tuple[Planter, int]] = [
     (fork_holds_nothing, 60),
     (lost_fork_goes_on, 200),
     (leader_is_not_cut, 60),
+    (gives_back_what_runs, 20),
+    (gives_back_without_a_word, 40),
 ]
 
 

@@ -24,6 +24,7 @@ from phalanx.protocol.messages import (
     Encoded,
     FinalSeen,
     FinishReason,
+    HandBack,
     ListSequences,
     PromptLogprob,
     Refusal,
@@ -194,14 +195,27 @@ class FakeScheduler:
 
     def load(self) -> SeatLoad:
         accepting = self.worker > 0 and self.member
+        running = self._in_turn()
         return SeatLoad(
             self.seat,
             self.incarnation,
             accepting,
-            running=len(self.sequences),
+            waiting=len(running[self.slots :]),
+            running=len(running[: self.slots]),
             total_blocks=self.blocks,
             worker_incarnation=self.worker,
+            room_blocks=self.blocks,
+            room_sequences=max(0, self.slots - len(running)),
+            stuck=tuple(
+                (one.submit.request_id, one.submit.index, one.submit.attempt)
+                for one in running[self.slots :]
+            ),
         )
+
+    def _in_turn(self) -> list[Running]:
+        """Live sequences; the first `slots` run, the others wait."""
+        running = [s for s in self.sequences.values() if s.finish is None]
+        return sorted(running, key=lambda s: (not s.submit.resumed, -s.submit.priority))
 
     def lose_worker(self) -> None:
         self.worker = 0
@@ -226,6 +240,8 @@ class FakeScheduler:
                     known = self.sequences.get((request_id, index))
                     if known and known.finish and known.submit.attempt == attempt:
                         self._forget((request_id, index))
+            case HandBack():
+                return self._hand_back(message)
             case ListSequences():
                 infos = tuple(
                     SequenceInfo(*key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish)
@@ -238,10 +254,8 @@ class FakeScheduler:
         """One token for each of the first `slots` sequences."""
         if not (self.worker and self.member):
             return []
-        running = [s for s in self.sequences.values() if s.finish is None]
-        running.sort(key=lambda s: (not s.submit.resumed, -s.submit.priority))
         items, rows = [], []
-        for one in running[: self.slots]:
+        for one in self._in_turn()[: self.slots]:
             before = len(one.outputs)
             if one.to_score:
                 first, one.scored = one.scored, one.scored + min(2, one.to_score)
@@ -297,6 +311,15 @@ class FakeScheduler:
                 self._forget(key)
             self.over[key] = max(abort.attempt, self.over.get(key, -1))
         return [*replies, Done(abort.call)]
+
+    def _hand_back(self, asked: HandBack) -> list[BusToGateway]:
+        ended: list[TokensItem] = []
+        for one in self._in_turn()[self.slots :]:
+            submit = one.submit
+            if (submit.request_id, submit.index, submit.attempt) in asked.sequences:
+                one.finish = "abort"
+                ended.append(self._item(one, len(one.outputs)))
+        return [self._tokens(ended)] if ended else []
 
     def _forget(self, key: tuple[str, int]) -> None:
         known = self.sequences.pop(key)

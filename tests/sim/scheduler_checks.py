@@ -1,6 +1,6 @@
 """Everything that must hold in a scheduler core after every event."""
 
-from phalanx.protocol.messages import AbortSequence, FinishReason, Submit, Tokens
+from phalanx.protocol.messages import AbortSequence, FinishReason, HandBack, Submit, Tokens
 from phalanx.protocol.steps import StepPlan
 from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.plan import Flight
@@ -23,6 +23,7 @@ class Onlooker:
         self._writing: dict[int, set[int]] = {}  # plan -> blocks that it may write
         self._resumed: dict[Attempt, bool] = {}  # as its Submit said
         self._no_room: set[Attempt] = set()  # arrivals that came to a full queue
+        self._begun: list[Sequence] = []  # were asked back, and are to go on
 
     def new_worker(self) -> None:
         """Sequences begin anew, under the same attempt if nobody has heard of their tokens."""
@@ -34,11 +35,14 @@ class Onlooker:
         """Before the core does: an abort decides the end of a sequence, a full queue that of an arrival."""
         if isinstance(event, Submit):
             self._arrives(event)
+        if isinstance(event, HandBack):
+            self._asked_back(event)
         if not isinstance(event, AbortSequence):
             return
         known = self.core.sequences.get((event.request_id, event.index))
         if known is not None and known.attempt == event.attempt and known.finish is None:
             attempt = (event.request_id, event.index, event.attempt)
+            self._begun = [one for one in self._begun if one is not known]
             self._aborted[attempt] = (self._sent.get(attempt, known.num_outputs), event.reason)
 
     def _arrives(self, submit: Submit) -> None:
@@ -52,6 +56,12 @@ class Onlooker:
             self._no_room.add(attempt)
         else:
             self._no_room.discard(attempt)
+
+    def _asked_back(self, asked: HandBack) -> None:
+        for request_id, index, attempt in asked.sequences:
+            known = self.core.sequences.get((request_id, index))
+            if known is not None and known.attempt == attempt and known.slot >= 0:
+                self._begun.append(known)
 
     def said(self, message: Tokens) -> None:
         for item in self.handles.items(message):
@@ -91,6 +101,9 @@ class Onlooker:
         core = self.core
         check(core)
         assert not self._aborted, f"no final after an abort: {list(self._aborted)}"
+        for sequence in self._begun:
+            assert sequence.finish != "abort", f"{sequence.key} had begun, and was given back"
+        self._begun.clear()
         for seq, blocks in self._writing.items():
             # What the worker may still write belongs to a sequence of that step, or to a fenced one.
             free = [block for block in blocks if core.rank.pool.refs(block) == 0]

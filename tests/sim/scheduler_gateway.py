@@ -19,6 +19,7 @@ from phalanx.protocol.messages import (
     Done,
     FinalSeen,
     FinishReason,
+    HandBack,
     ListSequences,
     Refusal,
     Resend,
@@ -190,6 +191,14 @@ class ModelGateway:
             )
         self._after(RETRY_NS, lambda: self._send_abort(request))
 
+    def ask_back(self, rng: Random) -> None:
+        """Of one seat whatever it has, as far as it waits."""
+        there = [r for r in self.requests.values() if r.placed and r.seat >= 0 and not r.over]
+        if there:
+            seat = rng.choice(there).seat
+            names = [(r.request_id, r.index, r.attempt) for r in there if r.seat == seat]
+            self._send(seat, HandBack(tuple(names)))
+
     # ------------------------------------------------------------ what schedulers say
 
     def receive(self, seat: int, message: BusToGateway) -> None:
@@ -281,8 +290,13 @@ class ModelGateway:
         if item.finish_reason is not None and item.offset + len(item.token_ids) == len(
             request.outputs
         ):
-            request.finish, request.code = item.finish_reason, item.code
             self._send(seat, FinalSeen(((*key, item.attempt),)))
+            if item.finish_reason == "abort" and request.abort is None:
+                self._place(request)  # it was given back
+                return
+            given_back = item.finish_reason == "abort" != request.abort
+            request.finish = request.abort if given_back else item.finish_reason
+            request.code = item.code
 
     def _adopt(self, listed: SequenceList) -> None:
         """Of several copies of one sequence, that of the latest attempt."""

@@ -280,7 +280,7 @@ class World:
         ring: dict[str, int] | None = None,
         options: Callable[[Random], Options] = Options.of,
     ) -> None:
-        self.rng = Random(seed)
+        self.rng, self._moves_rng = Random(seed), Random(-seed - 1)
         self.options = options(self.rng)
         self.ring = ring or {}
         self.now_ns = 0
@@ -473,6 +473,9 @@ class World:
             self._at_random(self._restart_gateway)
         if options.store:
             self._at_random(self._lose_store)
+        moves = self._moves_rng
+        for _ in range(moves.choice((0, 0, 3, 12))):
+            self.after(moves.randrange(FAULTS_END_NS), lambda: self.gateway.ask_back(moves))
 
     def _restart_gateway(self) -> None:
         self.gateway.restart([rank.seat for rank in self.ranks])

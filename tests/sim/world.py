@@ -48,6 +48,7 @@ from sim.world_faults import Faults
 from sim.world_gateway import GatewayBody
 from sim.world_node import Node
 from sim.world_shape import Shape
+from sim.world_waits import Waits
 from sim.world_wires import Weather
 
 HEAL_NS = 200_000 * MS  # a start that hangs is only given up after its deadline of 120 s
@@ -81,6 +82,7 @@ class World:
         self.node: Node | None = None
         self._start_node()
         self._schedule()
+        self.waits = Waits(self)
 
     @property
     def now_ns(self) -> int:
