@@ -12,7 +12,7 @@ from phalanx.supervisor.events import AcksSeen, Event, Observed, PipeClosed
 from phalanx.supervisor.spawn import Child
 
 _SLICE_MS = 3.0  # of waiting on the bell; deaths are looked for between two slices
-_LOOK_MS = 3  # between two looks at the death marks while a worker computes
+LOOK_MS = 3  # between two looks at the death marks while a worker computes
 
 
 class Watch:
@@ -60,7 +60,7 @@ class Watch:
         Nothing wakes us for a mark. While workers compute, peers wait for each of them, so we look often.
         """
         until_ns = time.monotonic_ns() + timeout_ms * 1_000_000
-        slice_ms = min(timeout_ms, _LOOK_MS) if self._stepping else timeout_ms
+        slice_ms = min(timeout_ms, LOOK_MS) if self._stepping else timeout_ms
         dead = self._marked()
         while True:
             ready = dict(self._poller.poll(0 if dead else slice_ms))

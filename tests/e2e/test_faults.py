@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lateness import Lateness
 
 from e2e.node import Node, assert_whole, others, tokens, wait_for
+from phalanx.protocol.limits import HANG_MS
+from phalanx.supervisor.main import TICK_MS
 
 pytestmark = pytest.mark.process
 
@@ -96,11 +99,17 @@ def test_a_stopped_worker_is_declared_lost(three: Node, requests: Any, fault_fre
     thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
     thread.start()
     wait_for(lambda: three.running() > 0, 60, "running requests")
-    os.kill(pids["worker-2"], signal.SIGSTOP)
-    thread.join(240)
+    with Lateness() as lateness:
+        os.kill(pids["worker-2"], signal.SIGSTOP)
+        thread.join(240)
     assert got and got[0] == fault_free
     wait_for(lambda: healthy(three), 60, "healthy again")
-    assert three.pids()["worker-2"] != pids["worker-2"]
+    now = three.pids()
+    assert {name for name in now if now[name] != pids[name]} == {"worker-2"}
+    (history,) = three("epochs")
+    found = [r["detected_ms"] for r in history if "worker-2 hung" in r["cause"]]
+    # Counted from its last sign of life, which is a beat older than the signal at most.
+    assert HANG_MS <= found[-1] < HANG_MS + lateness.bound_ms(TICK_MS), found
     assert_whole(three)
 
 

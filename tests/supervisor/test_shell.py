@@ -8,11 +8,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
+from lateness import Lateness
 from supervisor.node import TestNode, pids_of, until
 
 from phalanx.protocol import arena
+from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import load_config, node_name
 from phalanx.protocol.errors import ExitCode
@@ -28,6 +31,8 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.rundir import is_running
 from phalanx.supervisor.lock import FAILED_FILE, holders
+from phalanx.supervisor.main import TICK_MS
+from phalanx.supervisor.watch import LOOK_MS
 
 pytestmark = pytest.mark.process
 
@@ -89,21 +94,26 @@ def test_start_and_stop_leave_nothing(node: TestNode) -> None:
 def test_death_is_noticed_within_milliseconds(living: TestNode) -> None:
     living.wait_healthy()
     board = living.board()
-    noticed_ms: list[float] = []
-    for round_ in range(6):
-        victim = living.process(f"worker-{round_ % 3}")
-        epoch = board.epoch
-        killed_ns = time.perf_counter_ns()
-        os.kill(victim.pid, signal.SIGKILL)
-        while board.epoch == epoch:
-            assert time.perf_counter_ns() - killed_ns < 5e9, "never noticed"
-        noticed_ms.append((time.perf_counter_ns() - killed_ns) / 1e6)
-        until(lambda pid=victim.pid: pid not in [p.pid for p in living.status().processes])  # type: ignore[misc]
-        living.wait_healthy()
+    with Lateness() as lateness:
+        noticed_ms = [_notice(living, board, f"worker-{round_ % 3}") for round_ in range(6)]
     board.close()
-    # Polling burns one of the machine's few cores here, and others may want the rest: the best counts.
-    assert min(noticed_ms) < 20, noticed_ms
+    # A look at the ticks alone would take 50 ms at the median, on a machine without load.
+    assert median(noticed_ms) < lateness.bound_ms(LOOK_MS), noticed_ms
     assert [r.cause for r in living.status().epochs[-2:]] == ["worker-2 died", "worker-2 joined"]
+
+
+def _notice(living: TestNode, board: Board, name: str) -> float:
+    """Milliseconds from the death of a worker to the odd epoch; waits until the node is whole again."""
+    victim, epoch = living.process(name), board.epoch
+    killed_ns = time.perf_counter_ns()
+    os.kill(victim.pid, signal.SIGKILL)
+    while board.epoch == epoch:
+        assert time.perf_counter_ns() - killed_ns < 5e9, "never noticed"
+        time.sleep(0.0005)
+    noticed_ms = (time.perf_counter_ns() - killed_ns) / 1e6
+    until(lambda: victim.pid not in [p.pid for p in living.status().processes])
+    living.wait_healthy()
+    return noticed_ms
 
 
 def test_no_zombie_is_left(living: TestNode) -> None:
@@ -132,13 +142,15 @@ def test_a_stopped_worker_is_replaced(living: TestNode) -> None:
             p.name == "worker-1" and p.incarnation > victim.incarnation for p in status.processes
         )
 
-    until(replaced, 20, 0.02)
+    with Lateness() as lateness:
+        until(replaced, 20, 0.02)
     assert any("worker-1 gives no sign of life for" in reasons for reasons in told)
     assert HANG_MS / 1000 - 0.5 < time.monotonic() - stopped
     living.wait_healthy()
     assert living.process("worker-1").incarnation == victim.incarnation + 1
     record = next(r for r in living.status().epochs if "hung" in r.cause)
-    assert "state T" in record.cause and record.detected_ms >= HANG_MS
+    assert "state T" in record.cause
+    assert HANG_MS <= record.detected_ms < HANG_MS + lateness.bound_ms(TICK_MS)
 
 
 def test_a_worker_that_does_not_answer_stop_is_lost_too(node: TestNode) -> None:
