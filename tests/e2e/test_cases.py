@@ -93,8 +93,11 @@ def test_fifty_nodes_start_at_once(folder: Path) -> None:
             assert (finish, len(tokens)) == ("length", 3)
     finally:
         ends = [
-            subprocess.Popen([*PHALANX, "down", "--json", "--timeout", "1", "--run-dir", n.run_dir])
-            for n in nodes
+            subprocess.Popen(
+                [*PHALANX, "down", "--timeout", "1", "--run-dir", node.run_dir],
+                stdout=subprocess.DEVNULL,
+            )
+            for node in nodes
         ]
         assert [end.wait(300) for end in ends] == [0] * NODES
     assert [name for node in nodes for name in node.names()] == []
