@@ -27,10 +27,6 @@ class Ceilings:
     copy_bytes_per_s: float  # bytes read plus bytes written
     gemm_flops_per_s: float  # bf16, 8192 x 8192 x 8192, through torch
 
-    def floor_us(self, num_bytes: float, flops: float = 0.0) -> float:
-        """The larger of the two times that no kernel runs below."""
-        return self.limit(num_bytes, flops).us
-
     def limit(self, num_bytes: float, flops: float = 0.0) -> Limit:
         """The one of the two that is reached first."""
         moving = moves(num_bytes, self.copy_bytes_per_s)
