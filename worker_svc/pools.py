@@ -9,6 +9,7 @@ import torch
 from phalanx.protocol.arena import SHM
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ConfigError, NoRoom, PhalanxError
+from phalanx.worker_svc.model.attention import SCORES_AT_ONCE
 from phalanx.worker_svc.model.batch import step_rooms
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
@@ -20,7 +21,8 @@ _MARGIN = 1.25
 _DRIVER_BYTES: Final = 1 << 30  # of a GPU's memory that nobody holds and nobody can have
 # Left free where nobody says how many blocks there shall be: the next worker needs a little more or less.
 _SPARE_SHARE: Final = 64
-_SCORES_AT_MOST = 8 << 30  # longer contexts with so many rows at a time are not expected
+# CUDA's, for the code of kernels that were launched: 96 MiB with all of the full model's on an H200.
+_KERNELS_BYTES: Final = 256 << 20
 _LAYER_LAUNCHES = 3 << 17  # bytes, of one layer in one room
 _SHM_SHARE = 0.8  # of what is free there may hold the copies of a GPU's blocks
 _FREE_SHARE = 4  # all ranks together take at most a quarter of the free memory
@@ -38,11 +40,16 @@ class GpuPlan:
     graphs: int = (
         0  # for recorded steps: what they compute in between and leave, and their launches
     )
+    kernels: int = 0  # their code, once they were launched
 
     @property
     def room(self) -> int:
         """What caches may take."""
-        return self.total - self.weights - self.others - self.workspace - self.graphs
+        return self.total - self.weights - self.others - self._steps
+
+    @property
+    def _steps(self) -> int:
+        return self.workspace + self.graphs + self.kernels
 
     def refusal(self, what: str, need: int, advice: str) -> PhalanxError:
         """Why `what` does not fit. NoRoom where it would if other processes held nothing."""
@@ -50,7 +57,7 @@ class GpuPlan:
         text = (
             f"{what} need {shown_bytes(need)} of GPU memory, {shown_bytes(max(0, self.room))} are left"
             f" ({self.name}: {shown_bytes(self.total)}, weights {shown_bytes(self.weights)}, driver and"
-            f" other processes {shown_bytes(self.others)}, steps {shown_bytes(self.workspace + self.graphs)}): {advice}"
+            f" other processes {shown_bytes(self.others)}, steps {shown_bytes(self._steps)}): {advice}"
         )
         if need <= self.room + others:
             return NoRoom(f"{text}, or end the other processes on this GPU")
@@ -63,15 +70,16 @@ class GpuPlan:
         held = torch.cuda.memory_reserved(device)
         workspace, graphs = workspace_bytes(model, config), graphs_bytes(model, config)
         name = torch.cuda.get_device_name(device)
-        return cls(name, total, held, total - free - held, workspace, graphs)
+        return cls(name, total, held, total - free - held, workspace, graphs, _KERNELS_BYTES)
 
     def lines(self) -> list[tuple[str, str]]:
         return [
             ("GPU", f"{self.name}, {shown_bytes(self.total)}"),
-            ("weights", shown_bytes(self.weights)),
+            ("weights and tables", shown_bytes(self.weights)),
             ("driver and other processes", shown_bytes(self.others)),
             ("workspace of a step", shown_bytes(self.workspace)),
             ("recorded steps", shown_bytes(self.graphs) if self.graphs else "none"),
+            ("code of kernels", shown_bytes(self.kernels)),
         ]
 
 
@@ -103,8 +111,9 @@ def _activations(model: ModelConfig, rows: int, sampled: int, ranks: int = 1) ->
     pairs = ranks * rows * model.num_experts_per_tok
     experts = pairs * (8 * model.hidden_size + 12 * model.moe_intermediate_size)
     logits = 3 * 4 * sampled * model.vocab_size
-    scores = 3 * 4 * rows * model.max_positions
-    return int(_MARGIN * (stream + queries + experts + logits + min(scores, _SCORES_AT_MOST)))
+    # As bf16, and half as much again for the best of every tile.
+    scores = 4 * min(rows * model.max_positions, SCORES_AT_ONCE)
+    return int(_MARGIN * (stream + queries + experts + logits + scores))
 
 
 @dataclass(frozen=True)

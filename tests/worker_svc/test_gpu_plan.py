@@ -18,6 +18,7 @@ from phalanx.kernels import registry
 from phalanx.protocol.config import KVStoreConfig, NodeConfig, SchedulerConfig, WorkerConfig
 from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.experts import OwnExperts
+from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint
 from phalanx.worker_svc.model.config import ModelConfig
@@ -173,7 +174,7 @@ def few_layers() -> Iterator[Path]:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU")
 def test_what_is_allocated_is_what_the_plan_says(few_layers: Path) -> None:
-    """Of a rank that started and computed steps of all sizes."""
+    """Of a rank that started and computed steps of all sizes, up to the largest that there may be."""
     rows = 2048
     config = node(2000, max_num_batched_tokens=rows)
     free = torch.cuda.mem_get_info()[0]
@@ -191,6 +192,12 @@ def test_what_is_allocated_is_what_the_plan_says(few_layers: Path) -> None:
             print("worked out", gpu_bytes(model, slots), "plan", plan.weights, "caches", caches)
             torch.cuda.reset_peak_memory_stats()
             warm_up(engine.model, weights, rows, lambda: None, lambda *_: None)
+            # And the step that needs most: as many rows as there may be, at the end of the longest context.
+            start = model.max_positions - rows
+            blocks = [1 + i % (sizes.num_blocks - 1) for i in range(-(-model.max_positions // 128))]
+            longest = SequenceRows(0, start, [7] * rows, blocks, logits=True)
+            engine.model.forward(StepBatch.of([longest])).commit([0])
+            torch.cuda.synchronize()
             peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             print("steps", peak - started, reserved - started, "planned", plan.workspace)
             torch.cuda.empty_cache()

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from forward_world import SHAPES, World, weights_of
+from forward_world import DEVICE, SHAPES, World, weights_of
 from torch import Tensor
 
 from phalanx.kernels import registry
+from phalanx.worker_svc.model import attention
 from phalanx.worker_svc.model.gpu_weights import GpuWeights
 from phalanx.worker_svc.model.moe import LocalExperts
 
@@ -58,3 +59,34 @@ def test_same_bits(shape: str, gpu_way: None) -> None:
     weights_of.cache_clear()
     for got, expected in zip(there, stream(shape), strict=True):
         assert torch.equal(got, expected)
+
+
+def check_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows whose index scores are made in portions choose the same, also among candidates."""
+
+    def logits() -> list[Tensor]:
+        world = World("tiny-a", seed=5)
+        ids = world.tokens(230)
+        return [world.run(0, 0, ids[:200]), world.run(0, 200, ids[200:]), world.pools.blocks]
+
+    at_once, portions, scored = logits(), list[int](), attention.paged_scores
+
+    def counted(queries: Tensor, *args: Tensor | int) -> Tensor:
+        portions.append(len(queries))
+        return scored(queries, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "paged_scores", counted)
+    monkeypatch.setattr(attention, "SCORES_AT_ONCE", 1)
+    for got, expected in zip(logits(), at_once, strict=True):
+        assert torch.equal(got, expected)
+    assert {64, 8} <= set(portions) and max(portions) == 64
+
+
+def test_portions_with_references(gpu_way: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_portions(monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="no GPU")
+def test_portions_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_portions(monkeypatch)

@@ -110,7 +110,7 @@ def test_a_gpu_without_room_for_one_block(monkeypatch: pytest.MonkeyPatch) -> No
 def test_recorded_steps_are_part_of_the_plan_where_there_are_any() -> None:
     model = FULL.config
     one = NodeConfig(device="cuda")
-    assert 1 << 30 < graphs_bytes(model, one) < 4 << 30
+    assert 1 << 29 < graphs_bytes(model, one) < 1 << 31
     most = NodeConfig(device="cuda", scheduler=SchedulerConfig(max_num_seqs=1024))
     assert graphs_bytes(model, most) > graphs_bytes(model, one)
     for other in (

@@ -1,5 +1,7 @@
 """The attention sublayer: window, compressed entries and their choice (model.md C.4 to C.6)."""
 
+from typing import Final
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ from phalanx.worker_svc.model.step import Chosen, Step
 
 ROW_CHUNK = 128  # rows whose vectors are gathered at a time: bounds memory, changes no result
 _SCORE_CHUNK = 1 << 22  # key values that are gathered at a time
+# On a GPU, of the rows of a step: those of further rows are made afterwards, in the same memory.
+SCORES_AT_ONCE: Final = 1 << 30
+_PORTION: Final = 64  # rows; a multiple, so that parts of tensors are aligned as the whole
 
 
 def project(
@@ -194,25 +199,49 @@ def _choose_records(step: Step, layer: int, queries: Tensor, head_weights: Tenso
     entries, owner = rows.entries[config.ratio(layer)], config.kv_owner(layer)
     assert owner is not None
     read = (step.pools.index_keys[owner], rows.block_table, rows.seqs, entries.visible)
-    size, count = config.candidate_block_size, config.candidate_topk_blocks
     if config.uses_candidates(layer) and step.candidate_blocks is not None:
-        blocks = step.candidate_blocks
+        blocks, size = step.candidate_blocks, config.candidate_block_size
         scores = candidate_scores(queries, head_weights, *read, blocks, size)
         return select_top(scores, config.index_topk, blocks)
     num_entries = entries.num_columns * entries.num_entries
-    scores = paged_scores(queries, head_weights, *read, num_entries)
+    of_rows = queries, head_weights, rows.seqs, entries.visible
+    portion = max(1, SCORES_AT_ONCE // max(1, num_entries * _PORTION)) * _PORTION
+    parts = list(zip(*(torch.split(tensor, portion) for tensor in of_rows), strict=True))
+    found = [_choose_among_all(step, layer, num_entries, *part) for part in parts]
+    if found[0][1] is not None:
+        step.candidate_blocks = _joined([blocks for _, blocks in found if blocks is not None])
+    return _joined([chosen for chosen, _ in found])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _choose_among_all(
+    step: Step,
+    layer: int,
+    num_entries: int,
+    queries: Tensor,
+    head_weights: Tensor,
+    seqs: Tensor,
+    visible: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """The choice of some rows; and, in the candidate source, among which blocks they choose later. None:
+    there all that a row sees are candidates."""
+    config, rows, owner = step.config, step.rows, step.config.kv_owner(layer)
+    assert owner is not None
+    size, count = config.candidate_block_size, config.candidate_topk_blocks
+    keys = step.pools.index_keys[owner]
+    scores = paged_scores(queries, head_weights, keys, rows.block_table, seqs, visible, num_entries)
     step.note("index_score", layer, scores)
+    blocks = None
     if layer == config.candidate_source_layer_id:
-        if num_entries > size * count:  # else all that a row sees are candidates
-            step.candidate_blocks = candidate_blocks(
-                scores, entries.visible, block_size=size, num_blocks=count
-            )
+        if num_entries > size * count:
+            blocks = candidate_blocks(scores, visible, block_size=size, num_blocks=count)
         if step.observer is not None:
-            mask = candidate_mask(
-                scores.float(), entries.visible, block_size=size, num_blocks=count
-            )
+            mask = candidate_mask(scores.float(), visible, block_size=size, num_blocks=count)
             step.note("candidates", layer, mask)
-    return select_top(scores, config.index_topk)
+    return select_top(scores, config.index_topk), blocks
 
 
 def _choose_decoded(step: Step, layer: int, queries: Tensor, head_weights: Tensor) -> Tensor:
