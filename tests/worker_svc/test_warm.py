@@ -82,7 +82,7 @@ def test_a_group_that_asks_for_more_is_warmed_up_for(monkeypatch: pytest.MonkeyP
     asked = Asked(monkeypatch)
     for ranks, slots in ((2, 8), (1, 8), (3, 8), (2, 8), (3, 12), (1, 12), (1, 9)):
         asked.slots = slots
-        asked.backend._warm_up_group(ranks)
+        asked.backend._warm_up_group(ranks, lambda: None)
         assert asked.backend._warm
     assert asked.found == [(3, 8, False), (3, 12, False), (1, 9, False)]
 
@@ -91,14 +91,14 @@ def test_a_warm_up_that_failed_is_done_again(monkeypatch: pytest.MonkeyPatch) ->
     asked = Asked(monkeypatch)
     asked.fails = True
     with pytest.raises(RuntimeError):
-        asked.backend._warm_up_group(3)
+        asked.backend._warm_up_group(3, lambda: None)
     asked.fails = False
-    asked.backend._warm_up_group(3)
+    asked.backend._warm_up_group(3, lambda: None)
     assert asked.found == [(3, 8, False)] * 2 and asked.backend._warm
 
 
 def test_nothing_is_warmed_up_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Asked(monkeypatch)
     asked.backend._warm = False  # as it stays on a CPU
-    asked.backend._warm_up_group(3)
+    asked.backend._warm_up_group(3, lambda: None)
     assert asked.found == []
