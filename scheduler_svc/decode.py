@@ -29,9 +29,9 @@ def take_decoders(
 ) -> Decoders | None:
     """Every decoding sequence that may need another token, each with blocks for its rows.
 
-    Out of blocks, drafts are left out first. Then a sequence is evicted (`victim`). The last one left is
-    never its own victim: it waits a step, since whatever else holds blocks (a prompt in prefill, a copy into the KV store)
-    is bounded.
+    Out of blocks, drafts are left out first. Then a sequence is evicted (`victim`), perhaps one that is moving here
+    and has not got as far as a token. The last one left is never its own victim: it waits a step, since whatever
+    else holds blocks (a prompt in prefill, a copy into the KV store) is bounded.
 
     Args:
         budget: Rows the step may have; at least one for each decoding sequence.
@@ -65,7 +65,6 @@ def take_decoders(
                 return found
         if not idle:
             return None
-        # One that is moving here and has not got as far as a token makes room as well.
         moving = [one for one in rank.prefilling if one.ahead and one.load is None]
         if len(rank.decoding) == 1 and not moving:
             break

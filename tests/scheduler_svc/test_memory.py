@@ -63,7 +63,7 @@ def test_what_came_from_another_rank_leaves_room_to_grow() -> None:
         story.step(2)
         story.submit(1, 580, max_tokens=20, resumed=resumed)
         story.step(2)
-        assert (len(story.core.rank.decoding) == 2) == starts
+        assert (story.core.rank.num_running == 2) == starts
         story.run()
         assert story.outputs(0) == story.expected(0, 100)
         assert story.outputs(1) == story.expected(1, 20)
