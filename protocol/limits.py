@@ -67,6 +67,10 @@ CHANGE_S_MAX = 86_400.0  # the longest time that a scale or a restart may be giv
 KILL_GRACE_MS = 20_000
 # The kernel sends SIGKILL to the children of a killed supervisor; a start waits for them as long.
 OLD_NODE_MS = KILL_GRACE_MS
+# A scale that failed goes back: STOP and GO without the newcomers, their SIGTERM, their SIGKILL. Who did not even
+# leave the group by then is killed, and after as long again, but for the group, everything is told.
+BACK_MS = 6 * STOP_ACK_MS + TERM_GRACE_MS + KILL_GRACE_MS
+BACK_MS_MAX = 2 * BACK_MS
 # From the end of the drain to the answer of a supervisor that was told to stop; the rest is for freeing memory.
 STOPPED_MS = 2 * TERM_GRACE_MS + KILL_GRACE_MS + 10_000
 

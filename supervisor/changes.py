@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import (
+    BACK_MS,
     CHANGE_S_MAX,
     HAND_OVER_MS,
     KILL_GRACE_MS,
     MAX_SEATS,
-    STOP_ACK_MS,
     TERM_GRACE_MS,
 )
 from phalanx.protocol.messages import (
@@ -49,8 +49,6 @@ _MS = 1_000_000
 ALL = "all"
 # Services first, since nobody notices; the gateway last, since its clients have to find the next one.
 _RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
-# For ending newcomers when a scale goes back: STOP and GO without them, SIGTERM, SIGKILL.
-_BACK_NS = (6 * STOP_ACK_MS + TERM_GRACE_MS + KILL_GRACE_MS) * _MS
 
 
 @dataclass(slots=True)
@@ -291,7 +289,7 @@ class Changes:
         text = f"{why}; the node has {change.before} ranks as before"
         change.back = Error(request.call, code, text)
         change.going, change.coming = change.coming, frozenset()
-        change.deadline_ns = now_ns + _BACK_NS
+        change.deadline_ns = now_ns + BACK_MS * _MS
         self._core.placements.resize(change.before)
         cause = f"{change.text} failed"
         return [

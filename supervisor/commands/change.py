@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from phalanx.protocol.limits import BACK_MS_MAX
 from phalanx.protocol.messages import Restart, Restarted, Scale, Scaled
 from phalanx.supervisor.ask import ask, find_run_dir
 from phalanx.supervisor.commands.common import (
@@ -17,7 +18,7 @@ from phalanx.supervisor.commands.common import (
 
 SCALE_S = 120.0
 RESTART_S = 600.0
-_ANSWER_S = 30.0  # longer than the supervisor needs to go back when the time is up
+_ANSWER_S = BACK_MS_MAX / 1000 + 5.0  # the supervisor goes back when the time is up
 
 
 @click.command()

@@ -8,6 +8,7 @@ import msgspec
 
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
+    BACK_MS_MAX,
     GO_ACK_MS,
     HANG_MS,
     RESTART_DELAY_MS,
@@ -192,7 +193,10 @@ class Checks:
         """Nothing that was asked for is under way for ever."""
         for request, since_ns in self.open.values():
             waited_s = (self.host.now_ns - since_ns) / 1e9
-            self.require(waited_s < request.timeout_s + 20, f"{request} since {waited_s:.1f} s")
+            self.require(
+                waited_s < request.timeout_s + BACK_MS_MAX / 1000,
+                f"{request} since {waited_s:.1f} s",
+            )
         told = self.host.core.changes.told
         self.require(self.host.core.serving or not told, f"stopping, and under way: {told!r}")
         self.require(bool(told) == bool(self.open), f"under way: {told!r}, open: {self.open}")
