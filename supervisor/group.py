@@ -139,8 +139,14 @@ class Group:
         """The members among these seats shall be in no later group, although they live."""
         for seat in seats:
             self.seats[seat].leaving = True
-        if self.phase is not GroupPhase.RUNNING or not self.members.keys() & seats:
-            return []  # the change in progress is without them, or the next one follows
+        if not self.members.keys() & seats:
+            return []
+        if (
+            self.phase is GroupPhase.GOING
+        ):  # they were to be in it, and loading for it may take long
+            return self._stop(cause, 0.0, now_ns)
+        if self.phase is not GroupPhase.RUNNING:
+            return []  # the change in progress is without them
         held = tuple(sorted(self.members.keys() & seats))
         return [CountStranded(held), *self._stop(cause, 0.0, now_ns)]
 
@@ -267,7 +273,6 @@ class Group:
             Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),
         ]
         causes = [s.joins for s in self.seats if s.state == "joining"]
-        causes += [f"worker-{seat} leaves" for seat in self.members if seat not in self._staying()]
         if causes:
             return actions + self._stop(" and ".join(causes), 0.0, now_ns)
         return actions + self.publish()

@@ -13,6 +13,7 @@ from phalanx.protocol.errors import Code, ExitCode
 from phalanx.protocol.messages import Error, Scale
 from phalanx.protocol.placement import Placement, copies, slots_used
 from phalanx.supervisor.events import BecameReady, ChangeAsked, Kill, Reply
+from phalanx.supervisor.group import GroupPhase
 from phalanx.supervisor.placements import GroupPlacements
 
 LAYERS, EXPERTS = 2, 10
@@ -101,3 +102,17 @@ def test_without_a_word_of_room_any_number_fits() -> None:
     story = running()
     story.dies("worker-0").dies("worker-1").acks(stop=3, seats=(2,)).acks(go=4, seats=(2,))
     assert story.epoch == 4 and story.core.group.members.keys() == {2}
+
+
+def test_a_scale_that_goes_back_does_not_wait_for_who_loads_for_it() -> None:
+    """A newcomer is in the GO, and a survivor loads for a minute: streams would stand still all the time."""
+    story = four_gpus(6)
+    story.feed(ChangeAsked(b"operator", Scale(1, 5, 10.0))).wait(100)
+    for name in ("worker-4", "scheduler-4"):
+        story.feed(BecameReady(name, 1, "n", 6))
+    story.acks(stop=3)
+    assert story.core.group.phase is GroupPhase.GOING and 4 in story.core.group.members
+    story.wait(10_200)
+    assert story.epoch == 5, "a STOP without the newcomer"
+    story.acks(stop=5).acks(stop=5, seats=(4,)).acks(go=6)
+    assert story.epoch == 6 and story.core.group.members.keys() == {0, 1, 2, 3}
