@@ -364,7 +364,7 @@ def the_log_is_not_read(patch: Patch) -> None:
     patch.setattr(Stream, "recover", recover)
 
 
-@planted(seeds=80)
+@planted(seeds=80, first=60)
 def the_log_is_told_beyond_a_stop_string(patch: Patch) -> None:
     """It holds what a rank made before it was told to stop; only the text says where the end is."""
 
@@ -394,7 +394,7 @@ def drafts_pass_unseen(patch: Patch) -> None:
     patch.setattr(Slots, "_passed", lambda self, rows, tokens, status: np.ones(len(tokens), bool))
 
 
-@planted(seeds=20)
+@planted(seeds=40)
 def a_worker_takes_any_link(patch: Patch) -> None:
     """Also one with plans for the worker before it, whose scheduler hangs."""
     _hang_schedulers_of_dead_workers(patch)
