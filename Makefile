@@ -19,10 +19,12 @@ $(VENV)/.ready: pyproject.toml scheduler_svc/_rows.c
 demo: setup
 	$(BIN)/phalanx demo
 
-# Tests without processes of their own share two cores; those that start real ones have them to themselves.
+# Two at a time, with one thread each. Tests that start real processes go file by file, since those of a file share a node; those that
+# compare with a time have the machine to themselves.
 test: setup
-	$(BIN)/python -P -m pytest -q -n 2 --dist loadfile -m 'not process and not slow and not soak'
-	$(BIN)/python -P -m pytest -q -m 'process and not slow and not soak'
+	OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest -q -n 2 --dist worksteal -m 'not process and not slow and not soak'
+	$(BIN)/python -P -m pytest -q -n 2 --dist loadfile -m 'process and not timed and not slow and not soak'
+	$(BIN)/python -P -m pytest -q -m 'timed and not slow and not soak'
 
 test-slow: setup
 	$(BIN)/python -P -m pytest -q -m slow

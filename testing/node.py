@@ -68,11 +68,6 @@ class Node:
         assert isinstance(document, dict)
         return document
 
-    def pids(self, prefix: str = "") -> dict[str, int]:
-        """Process name -> pid of those whose name starts with `prefix`."""
-        processes = self.status()["processes"]
-        return {p["name"]: p["pid"] for p in processes if p["name"].startswith(prefix)}
-
     def generate(self, requests: list[dict[str, Any]], *more: object) -> list[dict[str, Any]]:
         """Run requests through `phalanx generate --prompts`; one document a sequence."""
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
@@ -85,6 +80,10 @@ class Node:
     def look(self) -> StatusReply:
         """The supervisor's view. Raises PhalanxError when there is none."""
         return ask(self.run_dir, StatusQuery(1), StatusReply, _ANSWER_S)
+
+    def pids(self, prefix: str = "") -> dict[str, int]:
+        """Process name -> pid of those whose name starts with `prefix`."""
+        return {p.name: p.pid for p in self.look().processes if p.name.startswith(prefix)}
 
     def process(self, name: str) -> ProcessStatus | None:
         return next((p for p in self.look().processes if p.name == name), None)
@@ -181,12 +180,9 @@ class Node:
 
 def assert_whole(node: Node) -> None:
     """Nothing runs, and every block and slot is back."""
-    (found,) = node("queues")
-    assert found["requests"] == []
-    for rank in found["ranks"]:
+    wait_for(node.whole, 20, "nothing runs, every block and slot is back")
+    for rank in read_queues(node_name(node.run_dir))["ranks"]:
         assert (rank["waiting"], rank["running"]) == (0, 0)
-        assert rank["free_blocks"] == rank["total_blocks"] > 0
-        assert rank["free_slots"] == rank["total_slots"] > 0
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

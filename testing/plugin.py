@@ -11,12 +11,7 @@ import pytest
 from phalanx.testing.node import PHALANX, Node, wait_for
 
 
-@pytest.fixture(scope="session")
-def start_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
-    """Start a node: `start_node(ranks, *options of phalanx up)`. It is stopped after the last test.
-
-    After a failure the supervisors' logs are shown: they tell what fell and why.
-    """
+def _nodes(session: pytest.Session) -> Iterator[Callable[..., Node]]:
     started: list[Node] = []
 
     def start(ranks: int, *more: object) -> Node:
@@ -30,16 +25,31 @@ def start_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
         down = [*PHALANX, "down", "--run-dir", str(node.run_dir), "--timeout", "1"]
         subprocess.run(down, capture_output=True, check=False, timeout=60)
         log = node.run_dir / "logs" / "supervisor.log"
-        if request.session.testsfailed and log.exists():
+        if session.testsfailed and log.exists():
             print(f"--- supervisor of {node.run_dir}")
             print(log.read_text()[-8000:])
         shutil.rmtree(node.run_dir, ignore_errors=True)
         assert node.names() == []
 
 
+@pytest.fixture(scope="module")
+def start_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
+    """Start a node: `start_node(ranks, *options of phalanx up)`. It is stopped after the module's last test.
+
+    After a failure the supervisors' logs are shown: they tell what fell and why.
+    """
+    yield from _nodes(request.session)
+
+
 @pytest.fixture(scope="session")
-def session_node(start_node: Callable[..., Node]) -> Node:
-    return start_node(2, "--inject")
+def start_session_node(request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
+    """The same, for a node that the tests of a session share: stopped after the last of all tests."""
+    yield from _nodes(request.session)
+
+
+@pytest.fixture(scope="session")
+def session_node(start_session_node: Callable[..., Node]) -> Node:
+    return start_session_node(2, "--inject")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ RATIO_MAX = 40.0  # a dozen times what it takes on an idle machine: four process
 
 
 @pytest.mark.process
+@pytest.mark.timed
 def test_a_short_run_gives_all_figures_within_the_gate() -> None:
     figures = run("null", (1, 16), 120)
     rows = {row["requests"]: row for row in figures["rows"]}

@@ -21,7 +21,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_command_prints_one_document() -> None:
     command = [*PHALANX, "bench", "model", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)

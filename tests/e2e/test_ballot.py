@@ -57,6 +57,6 @@ def test_a_killed_process_changes_no_token(
     os.kill(pids[victim], signal.SIGKILL)
     thread.join(240)
     assert got and got[0] == mixed
-    wait_for(lambda: bool(voting.status()["healthy"]), 60, "healthy again")
+    voting.wait_healthy()
     assert voting.pids()[victim] != pids[victim]
     assert_whole(voting)

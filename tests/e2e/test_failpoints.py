@@ -2,16 +2,15 @@
 ends once, nothing is left, and the node is healthy again.
 
 CI draws some of the cases; the seed stands in their names, `FAILPOINT_SEED=N` repeats them. All of them: `make
-test-slow`.
+soak`.
 """
 
-import os
 import random
-import time
 from collections.abc import Callable
 
 import pytest
 
+from e2e.draws import seed_of_run
 from e2e.failpoint_cases import (
     CONTROL,
     ELSEWHERE,
@@ -32,8 +31,8 @@ from phalanx.testing.node import Node
 
 pytestmark = pytest.mark.process
 
-SEED = int(os.environ.get("FAILPOINT_SEED", time.time_ns() // 1_000_000 % 1_000_000))
-DRAWN = random.Random(SEED).sample(CONTROL, 3)
+SEED = seed_of_run("FAILPOINT_SEED")
+DRAWN = random.Random(SEED).sample(CONTROL, 5)
 
 
 def check(field: Field, case: Case) -> None:

@@ -306,7 +306,7 @@ def test_fifty_streams_do_not_notice(served: Node, base: str, calm: list[str], v
 
     assert all(calm)
     assert asyncio.run(with_a_kill()) == calm
-    wait_for(lambda: bool(served.status()["healthy"]), 60, "healthy again")
+    served.wait_healthy()
 
 
 def test_a_node_that_stops_finishes_its_streams_and_refuses_others(

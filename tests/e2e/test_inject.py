@@ -22,7 +22,7 @@ def test_a_lost_gpu_changes_no_token(phalanx_node: Node) -> None:
     (victim,) = answer["injected"]
     thread.join(240)
     assert got and got[0] == fault_free
-    wait_for(lambda: bool(phalanx_node.status()["healthy"]), 60, "healthy again")
+    phalanx_node.wait_healthy()
     now = phalanx_node.pids()
     assert {name for name in pids if pids[name] != now[name]} == {victim}
     assert_whole(phalanx_node)

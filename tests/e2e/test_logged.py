@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.node import Node, assert_whole, wait_for
+from e2e.node import Node, assert_whole
 from phalanx.protocol.messages import Delta
 from phalanx.services.client import Client
 
@@ -44,5 +44,5 @@ def test_what_was_delivered_never_changes(start_node: Callable[..., Node], tmp_p
             assert (again.logprobs, again.finish_reason) == (result.logprobs, "length")
     assert list(results[0].token_ids[: len(have)]) == have
     assert [len(result.token_ids) for result in results] == [24, 24]
-    wait_for(lambda: bool(node.status()["healthy"]), 120, "healthy again")
+    node.wait_healthy(120)
     assert_whole(node)

@@ -1,9 +1,15 @@
-"""Messages are lost, doubled, late and damaged, disks are full, processes slow: no token changes."""
+"""Messages are lost, doubled, late and damaged, disks are full, processes slow: no token changes.
 
+CI draws one more fault of messages; its seed stands in the name, `MESSAGE_SEED=N` repeats it.
+"""
+
+import random
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from e2e.draws import seed_of_run
 from e2e.field import Field
 from e2e.node import tokens, wait_for
 from phalanx.protocol.errors import Code, Refused
@@ -19,12 +25,31 @@ from phalanx.protocol.rundir import JOURNAL_FILE
 from phalanx.services.client import Client
 from phalanx.testing.node import Node
 
-pytestmark = [pytest.mark.process, pytest.mark.soak]
+pytestmark = pytest.mark.process
 
 UNIONS = (ClientMessage, ClientReply, BusToGateway, BusFromGateway, ToSupervisor, FromSupervisor)
 # Those that tell a fault to happen or ask about it: they are repeated, and tested apart.
 OURS = {"Inject", "Injected", "StatusQuery", "StatusReply", "Shutdown", "ShutdownDone"}
 TYPES = sorted({kind.__name__ for union in UNIONS for kind in union.__args__} - OURS)
+SEED = seed_of_run("MESSAGE_SEED")
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    process: str
+    rate: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.process}-{self.rate}"
+
+
+def drawn(rng: random.Random) -> Fault:
+    return Fault(
+        rng.choice(["drop", "corrupt", "duplicate", "delay"]),
+        rng.choice(["gateway", "scheduler", "tokenizer", "worker", "supervisor"]),
+        rng.choice([0.05, 0.1, 0.2]),
+    )
 
 
 @pytest.fixture
@@ -32,6 +57,14 @@ def node(control: Field) -> Node:
     return control.healthy_node("worker-1")
 
 
+@pytest.mark.parametrize("fault", [drawn(random.Random(SEED))], ids=lambda one: f"{SEED}-{one}")
+def test_a_drawn_fault_changes_nothing(control: Field, node: Node, fault: Fault) -> None:
+    ms = 60 if fault.kind == "delay" else 0
+    node.inject(fault.kind, fault.process, rate=fault.rate, ms=ms)
+    control.check_run(lambda: control.kill("worker-1"), 240)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["drop", "corrupt"])
 def test_the_first_message_of_every_type_is_lost_to_everyone(
     control: Field, node: Node, kind: str
@@ -97,6 +130,7 @@ def test_a_full_disk_refuses_new_requests_and_lets_running_ones_go_on(
         assert client.generate("Hello", timeout=30, seed=1, max_tokens=4).results()
 
 
+@pytest.mark.soak
 def test_a_full_disk_stops_caching_and_nothing_else(phalanx_node: Node) -> None:
     def requests(first: int) -> list[dict[str, Any]]:
         prompts = [[first + i] * 300 for i in range(3)]

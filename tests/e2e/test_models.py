@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-def refusal(model: Path, tmp_path: Path) -> str:
+def refusal(model: Path) -> str:
     """What `phalanx up` says; it must end with 2, print no document and leave nothing behind."""
-    run_dir = tmp_path / f"ph{tmp_path.name[-20:]}"
-    command = [*PHALANX, "up", "--model", str(model), "--detach", "--json", "--run-dir", run_dir]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    with tempfile.TemporaryDirectory(prefix="phe2e") as name:
+        run_dir = Path(name)
+        command = [*PHALANX, "up", "--model", str(model), "--detach", "--json", "--run-dir", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert list(Path("/dev/shm").glob(f"ph-{run_dir.name}-*")) == []
     return done.stderr
@@ -54,23 +56,21 @@ def edit_header(shard: Path, change: Callable[[dict[str, Any]], None]) -> None:
     shard.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
 
 
-def test_missing_extra_and_misshapen_tensors_are_named(model: Path, tmp_path: Path) -> None:
+def test_missing_extra_and_misshapen_tensors_are_named(model: Path) -> None:
     def change(header: dict[str, Any]) -> None:
         header["extra"] = header["embed.weight"]
         header["layers.0.attn.attn_sink"]["shape"] = [2, 2]
 
     edit_header(model / SHARD, change)
     edit_json(model / INDEX, lambda index: index["weight_map"].pop("norm.weight"))
-    said = refusal(model, tmp_path)
+    said = refusal(model)
     assert f"{model} does not match its config.json" in said
     assert "1 missing tensor (norm.weight)" in said
     assert "1 unexpected tensor (extra)" in said
     assert "layers.0.attn.attn_sink is F32 [2, 2], expected F32 [4]" in said
 
 
-def test_a_model_larger_than_memory_is_refused_with_both_numbers(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_model_larger_than_memory_is_refused_with_both_numbers(model: Path) -> None:
     """A query projection of 3.5e11 values in each of 12 layers; on disk nothing but a header."""
 
     def grow(config: dict[str, Any]) -> None:
@@ -88,14 +88,14 @@ def test_a_model_larger_than_memory_is_refused_with_both_numbers(
     with (model / "model.safetensors").open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         out.truncate(8 + len(text) + at)
-    said = refusal(model, tmp_path)
+    said = refusal(model)
     assert f"{model} needs 15.0 TiB of memory as float32 with 8 experts a layer" in said
     assert "GiB are available: use more ranks, or a smaller model" in said
 
 
-def test_a_configuration_of_another_model_names_its_field(model: Path, tmp_path: Path) -> None:
+def test_a_configuration_of_another_model_names_its_field(model: Path) -> None:
     edit_json(model / "config.json", lambda c: c["text_config"].update(compress_ratios=[0, 3]))
-    said = refusal(model, tmp_path)
+    said = refusal(model)
     assert (
         f"{model / 'config.json'}: compress_ratios has 2 entries; layers and draft stages are 12"
         in said

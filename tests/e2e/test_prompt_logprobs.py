@@ -77,5 +77,5 @@ def test_small_steps_and_a_killed_worker_change_nothing(
         assert told(stream.results()[0]) == told(quiet)
     (history,) = small("epochs")
     assert any(record["moved_requests"] == 1 for record in history)
-    wait_for(lambda: bool(small.status()["healthy"]), 60, "healthy again")
+    small.wait_healthy()
     assert_whole(small)

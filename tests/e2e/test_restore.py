@@ -56,7 +56,7 @@ def test_warm_is_cold(node: Node) -> None:
     os.kill(pid, signal.SIGKILL)
     between = node.generate([request])
     assert same(between)
-    wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
+    node.wait_healthy()
     wait_for(lambda: node.pids()["kvstore"] != pid, 60, "another store")
     after = node.generate([request])
     assert same(after)
@@ -70,7 +70,7 @@ def test_a_store_that_hangs_holds_nobody_up(node: Node) -> None:
     os.kill(pid, signal.SIGSTOP)  # until the supervisor misses it
     assert tokens(node.generate([request])) == tokens(cold)
     wait_for(lambda: node.pids().get("kvstore", pid) != pid, 60, "another store")
-    wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
+    node.wait_healthy()
 
 
 @pytest.mark.soak
@@ -97,7 +97,7 @@ def test_streams_of_a_killed_worker_take_up_their_prompts(node: Node) -> None:
 
     wait_for(lambda: moved <= loaded(), 60, "loaded prompts")
     thread.join(240)
-    wait_for(lambda: bool(node.status()["healthy"]), 60, "healthy")
+    node.wait_healthy()
     assert got and tokens(got[0]) == tokens(node.generate(requests))
     assert moved and cached(got[0]) == [0] * 4
     assert_whole(node)

@@ -15,7 +15,7 @@ from phalanx.protocol.messages import Difference, StatusQuery, StatusReply
 from phalanx.services.client import Client
 from phalanx.supervisor.ask import ask
 
-pytestmark = [pytest.mark.process, pytest.mark.soak]
+pytestmark = pytest.mark.process
 
 NOISY = 1
 

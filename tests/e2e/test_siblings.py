@@ -1,9 +1,13 @@
 """`n > 1` on a real node: each sequence has the tokens of a request of its own, and the prompt is computed
 once; a forced continuation comes back as given."""
 
+import pytest
+
 from e2e.node import Node, assert_whole
 from phalanx.protocol.seeds import derive_seed
 from phalanx.services.client import Client
+
+pytestmark = pytest.mark.process
 
 PROMPT = [3 + (5 * at) % 200 for at in range(150)]
 SEED, N, OUTPUTS = 77, 4, 12

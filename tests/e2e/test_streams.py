@@ -26,7 +26,7 @@ def test_same_tokens_alone_among_others_on_any_ranks_and_after_a_restart(
 ) -> None:
     (alone,) = tokens(node.generate([REQUEST])).values()
     assert alone[0] == "length" and len(alone[1]) == 64
-    crowd = [*others(8), REQUEST, *others(7)]
+    crowd = [*others(8), REQUEST, *others(2)]
     among = tokens(node.generate(crowd))
     assert among[8, 0] == alone
     for ranks in (1, 3):

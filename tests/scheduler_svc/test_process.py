@@ -236,6 +236,7 @@ def test_queues_are_readable_while_the_scheduler_is_stopped(bench: Bench) -> Non
     assert request["age_ms"] > 0
 
 
+@pytest.mark.timed
 def test_idle_costs_next_to_nothing_and_a_stop_leaves_nothing(bench: Bench) -> None:
     bench.publish(1)
     bench.until(bench.accepting)

@@ -69,7 +69,7 @@ class TestNode:
     def said(self) -> str:
         return (self.run_dir / "supervisor.out").read_text()
 
-    def ask(self, message: Message, timeout_s: float = 10.0) -> FromSupervisor | None:
+    def ask(self, message: Message, timeout_s: float = 30.0) -> FromSupervisor | None:
         self.socket.send(encode(message))
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
@@ -92,7 +92,7 @@ class TestNode:
             found = living()
         return found[0]
 
-    def wait_healthy(self, timeout_s: float = 30.0) -> StatusReply:
+    def wait_healthy(self, timeout_s: float = 60.0) -> StatusReply:
         until(lambda: self.status().healthy, timeout_s, 0.01)
         return self.status()
 

@@ -261,6 +261,7 @@ def test_a_process_is_stopped_for_as_long_as_asked(living: TestNode) -> None:
     assert living.process("eplb").incarnation == victim.incarnation
 
 
+@pytest.mark.process
 def test_clear_sends_a_stopped_process_on(living: TestNode) -> None:
     pid = living.process("eplb").pid
 

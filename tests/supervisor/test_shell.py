@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +39,15 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[TestNode]:
-    made = TestNode(tmp_path / f"sup{os.getpid()}-{time.monotonic_ns() % 10**9}")
+def short_path() -> Iterator[Path]:
+    """The names of a node's sockets must fit into 107 bytes, and `tmp_path` holds the test's."""
+    with tempfile.TemporaryDirectory(prefix="ph") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def node(short_path: Path) -> Iterator[TestNode]:
+    made = TestNode(short_path / f"sup{os.getpid()}-{time.monotonic_ns() % 10**9}")
     yield made
     made.stop()
 
@@ -91,6 +99,7 @@ def test_start_and_stop_leave_nothing(node: TestNode) -> None:
     assert_nothing_left(node)
 
 
+@pytest.mark.timed
 def test_death_is_noticed_within_milliseconds(living: TestNode) -> None:
     living.wait_healthy()
     board = living.board()
@@ -388,8 +397,8 @@ def test_a_second_start_is_refused_and_harms_nothing(living: TestNode) -> None:
     assert living.wait_healthy().epoch == epoch
 
 
-def test_two_nodes_live_beside_each_other(node: TestNode, tmp_path: Path) -> None:
-    other = TestNode(tmp_path / f"{node.run_dir.name}-b")
+def test_two_nodes_live_beside_each_other(node: TestNode, short_path: Path) -> None:
+    other = TestNode(short_path / f"{node.run_dir.name}-b")
     try:
         node.start()
         other.start()
@@ -404,10 +413,10 @@ def test_two_nodes_live_beside_each_other(node: TestNode, tmp_path: Path) -> Non
 
 
 def test_a_node_lives_beside_one_of_the_same_name_elsewhere(
-    living: TestNode, tmp_path: Path
+    living: TestNode, short_path: Path
 ) -> None:
     living.wait_healthy()
-    twin = TestNode(tmp_path / living.run_dir.name)
+    twin = TestNode(short_path / living.run_dir.name)
     try:
         twin.start()
         twin.wait_healthy()
@@ -438,6 +447,7 @@ def test_nonsense_from_outside_is_answered(living: TestNode, timeout_s: float) -
     assert living.status().healthy
 
 
+@pytest.mark.timed
 def test_idle_costs_next_to_nothing(living: TestNode) -> None:
     living.wait_healthy()
     stat = Path(f"/proc/{living.supervisor_pid}/schedstat")

@@ -255,6 +255,7 @@ def test_a_bad_request_gets_its_error_from_the_node(
         assert client.stats().open_requests == 0
 
 
+@pytest.mark.timed
 def test_health_answers_at_once_under_load(node: GatewayNode) -> None:
     worst = 0.0
     with node.client() as busy, node.client() as asking:
