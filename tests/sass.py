@@ -7,11 +7,11 @@ from tempfile import NamedTemporaryFile
 from triton import knobs
 
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+([^/]*;)")
-_PRODUCT = re.compile(r"HGMMA\S* R\d+, R(\d+),")  # one whose left operand is four registers
+_PRODUCT = re.compile(r"[HQ]GMMA\S* R\d+, R(\d+),")  # one whose left operand is four registers
 _TARGET = re.compile(r"BRA (0x[0-9a-f]+)")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)")
 _WRITE = re.compile(r"(?:@!?U?P\d+ )?(\w\S*) R(\d+)")
-_WRITES_NONE = re.compile(r"ST|RED|LDGSTS|ISETP|FSETP|HGMMA|WARPGROUP")
+_WRITES_NONE = re.compile(r"ST|RED|LDGSTS|ISETP|FSETP|[HQ]GMMA|WARPGROUP")
 
 
 def disassembled(cubin: bytes) -> str:
@@ -45,7 +45,7 @@ def overwritten(sass: str) -> list[tuple[str, str]]:
             seen.add(way)
             place, closed = way
             text = code[place][1]
-            closed += "HGMMA" in text and "gsb0" in text
+            closed += "GMMA" in text and "gsb0" in text
             wait = _WAIT.search(text)
             if wait and closed > int(wait[1], 16):
                 continue

@@ -6,6 +6,9 @@ neighbouring entries, or of a row's list of candidate blocks. A row's numbers ne
 rows beside it nor on the tile: every score is the same products and sums in one order.
 """
 
+import importlib
+from functools import cache
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -15,7 +18,13 @@ from torch import Tensor
 
 from phalanx.kernels.reference.quant import index_key_bytes
 from phalanx.kernels.triton.configs import Config, config
-from phalanx.kernels.triton.index_keys import load_keys, load_queries, rounded, tile_scores
+from phalanx.kernels.triton.index_keys import (
+    INTERPRETED,
+    load_keys,
+    load_queries,
+    rounded,
+    tile_scores,
+)
 from phalanx.kernels.triton.topk import load_bits, ordered_key, select_top, vector
 
 # `rows` of a program, `side` of them by a product; `tile` is the entries of a turn, `tiles` the most
@@ -71,6 +80,7 @@ _DEFAULTS: Final = {
     "_many": _settings(8, 2, 4, 64, 128, 396, 4, 5, 168),
 }
 _MANY_ROWS: Final = 8  # of a sequence: a part of a prompt, more than a row and its drafts
+_ROWS_ON_HOPPER: Final = 24  # with sequences of their own, from which `indexer_hopper` is quicker
 # Entries up to which so many rows score all quicker than each its own candidates.
 _ALL_UNTIL: Final = 36864
 
@@ -347,7 +357,7 @@ def paged_scores(
         seqs: integers [R], the row of `block_table`.
         visible: integers [R], of the same type: entries that the row may see.
         num_entries_max: columns of the result, at most max_blocks * N.
-        settings: as in CANDIDATES. They change no bit.
+        settings: as in CANDIDATES, and not to go through `indexer_hopper`. They change no bit.
 
     Returns:
         bf16 values [R, num_entries_max] of type `out_dtype`; -inf from `visible` on.
@@ -366,6 +376,20 @@ def paged_scores(
     if out.numel() == 0:
         return out
     num_seqs = block_table.shape[0]
+    # Several rows of a sequence are quicker side by side, and few rows by more programs.
+    alone = num_rows >= _ROWS_ON_HOPPER and _kind(num_rows, num_seqs) == ""
+    hopper = _hopper(out.device) if alone and settings is None else None
+    if hopper is not None and hopper.suits(queries, index_keys, num_entries_max):
+        hopper.scores(
+            queries.contiguous(),
+            head_weights.contiguous(),
+            index_keys,
+            block_table,
+            seqs,
+            visible,
+            out,
+        )
+        return out
     key = settings_key(num_rows, num_seqs, num_heads, dim)
     use = settings or config("paged_scores", key, _DEFAULTS[_kind(num_rows, num_seqs)])
     tile = min(use["tile"], entries & -entries)
@@ -400,6 +424,21 @@ def paged_scores(
         maxnreg=use["registers"] or None,
     )
     return out
+
+
+@cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """The kernel for Hopper's tensor cores, if this is one and Triton has what it is written in."""
+    if (
+        INTERPRETED.value
+        or device.type != "cuda"
+        or torch.cuda.get_device_capability(device) != (9, 0)
+    ):
+        return None
+    try:
+        return importlib.import_module("phalanx.kernels.triton.indexer_hopper")
+    except ImportError:  # an experimental part of Triton
+        return None
 
 
 def candidate_scores(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from sass import disassembled, overwritten
 from torch import Tensor
 
 from phalanx.kernels.reference import indexer as reference
@@ -12,7 +13,7 @@ from phalanx.kernels.reference.quant import (
     encode_index_key,
     qf4_idx_roundtrip,
 )
-from phalanx.kernels.triton import indexer
+from phalanx.kernels.triton import indexer, indexer_hopper
 from phalanx.kernels.triton.configs import Config
 from phalanx.kernels.triton.indexer import (
     CANDIDATES,
@@ -417,6 +418,49 @@ def test_scores_at_the_model_dimensions(block: int, columns: int) -> None:
         other = paged_scores(*arguments, num_entries, settings=settings)
         assert torch.equal(other[:20], got[:20]) and torch.equal(other[22:], got[22:]), settings
         assert other[20, : int(arguments[5][20])].isnan().all()
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs Hopper",
+)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_the_way_for_hopper_has_the_same_bits() -> None:
+    """Programs share tiles of rows that see much, little and nothing."""
+    torch.manual_seed(2)
+    for attempt in range(24):
+        num_seqs = (1, 5, 60, 300)[attempt % 4]
+        arguments, num_entries = model_case([1] * num_seqs, 40, 128)
+        arguments[3] = arguments[3][torch.randint(0, num_seqs, (num_seqs,), device="cuda")]
+        short = torch.rand(num_seqs, device="cuda") < 0.3
+        arguments[5][short] %= 200
+        num_entries -= 4 * attempt  # columns end within a tile
+        assert indexer_hopper.suits(arguments[0], arguments[2], num_entries)
+        plain = paged_scores(*arguments, num_entries, settings=CANDIDATES[0])
+        for dtype in (torch.bfloat16, torch.float32) * 2:
+            out = torch.empty((num_seqs, num_entries), dtype=dtype, device="cuda")
+            indexer_hopper.scores(*arguments, out)
+            assert torch.equal(out, plain.to(dtype))
+        assert torch.equal(paged_scores(*arguments, num_entries), plain)
+    assert not indexer_hopper.suits(arguments[0], arguments[2], num_entries - 1)
+    assert not indexer_hopper.suits(arguments[0], arguments[2][:, :64], num_entries)
+    # A broken row stays alone.
+    arguments[0][20], arguments[1][21] = float("nan"), float("inf")
+    indexer_hopper.scores(*arguments, out)
+    whole = torch.ones(num_seqs, dtype=torch.bool, device="cuda")
+    whole[20:22] = False
+    assert torch.equal(out[whole], plain[whole].float())
+    assert out[20, : int(arguments[5][20])].isnan().all()
+    cubins = [
+        kernel.asm["cubin"]
+        for kernel in indexer_hopper._kernel.device_caches[torch.cuda.current_device()][0].values()
+    ]
+    code = [disassembled(cubin) for cubin in cubins]
+    assert all("QGMMA" in sass for sass in code) and code
+    assert not any(overwritten(sass) for sass in code)
 
 
 @pytest.mark.gpu
