@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.limits import IPC_PATH_BYTES_MAX
@@ -22,6 +23,15 @@ JOURNAL_FILE = "journal.sqlite"
 _LONGEST = max(
     map(len, (CLIENT_SOCKET, BUS_SOCKET, SUPERVISOR_SOCKET, KVSTORE_SOCKET, EPLB_SOCKET))
 )
+
+
+def open_output(path: Path) -> BinaryIO:
+    """Where a process's prints go. A deleted folder is made anew; without disk they go nowhere."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        return path.open("ab")
+    except OSError:
+        return Path(os.devnull).open("ab")
 
 
 def prepare(run_dir: Path) -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import click
+import msgspec
 import zmq
 
 from phalanx.protocol import faults, link
@@ -27,7 +28,7 @@ from phalanx.protocol.limits import BEAT_PERIOD_MS, COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.log import Logger, follow_epoch, setup_logging
 from phalanx.protocol.messages import FromSupervisor, Progress, Ready
-from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint
+from phalanx.protocol.rundir import LOG_DIR, SUPERVISOR_SOCKET, endpoint, open_output
 
 Socket = zmq.Socket[bytes]
 _PR_SET_PDEATHSIG = 1
@@ -155,8 +156,23 @@ def _decoded(decoder: Decoder[FromSupervisor], socket: Socket, log: Logger) -> l
     return messages
 
 
-def run(serve: Callable[[Service], None]) -> None:
-    """The whole `main` of a process: arguments, death pipes, log, configuration, `serve`, exit code."""
+class Turn(msgspec.Struct, frozen=True):
+    """What a process that was started ahead is told on its standard input: as which one it goes on. One JSON
+    document; the end of the input without one: it is not needed any more."""
+
+    name: str
+    incarnation: int
+    index: int
+    seat: int
+
+
+def run(
+    serve: Callable[[Service], None], prepare: Callable[[NodeConfig], None] | None = None
+) -> None:
+    """The whole `main` of a process: arguments, death pipes, log, configuration, `serve`, exit code.
+
+    `prepare`: what a process that is started ahead does while it waits, beside the imports of its module.
+    """
 
     @click.command()
     @click.option("--run-dir", type=click.Path(path_type=Path), required=True)
@@ -168,7 +184,7 @@ def run(serve: Callable[[Service], None]) -> None:
     @click.option(
         "--life-fd", type=int, required=True, help="Read end: closes when the parent dies."
     )
-    @click.option("--standby", is_flag=True, help="Wait for a byte on standard input first.")
+    @click.option("--standby", is_flag=True, help="Wait on standard input for the other arguments.")
     def command(
         run_dir: Path,
         name: str,
@@ -183,10 +199,10 @@ def run(serve: Callable[[Service], None]) -> None:
         os.set_inheritable(death_fd, False)
         os.set_inheritable(life_fd, False)
         die_with_parent(life_fd)
-        set_process_name(f"{name}-next" if standby else name)
+        set_process_name(name)
         if standby:  # everything is imported: that is what a start takes long for
-            if not os.read(0, 1):
-                os._exit(ExitCode.OK)  # not needed any more
+            turn = _await_turn(run_dir, prepare)
+            name, incarnation, index, seat = msgspec.structs.astuple(turn)
             set_process_name(name)
         try:
             config = load_config(run_dir)
@@ -223,6 +239,21 @@ def run(serve: Callable[[Service], None]) -> None:
         os._exit(ExitCode.OK)  # everything is closed; unloading libraries would only cost time
 
     command()
+
+
+def _await_turn(run_dir: Path, prepare: Callable[[NodeConfig], None] | None) -> Turn:
+    if prepare is not None:
+        prepare(load_config(run_dir))
+    told = b""
+    while more := os.read(0, 1 << 10):
+        told += more
+    if not told:
+        os._exit(ExitCode.OK)  # not needed any more
+    turn = msgspec.json.decode(told, type=Turn)
+    with open_output(run_dir / LOG_DIR / f"{turn.name}.out") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    return turn
 
 
 def _end_misconfigured(log: Logger, error: ConfigError) -> NoReturn:

@@ -432,20 +432,19 @@ class Node:
 
     def _want_standbys(self) -> None:
         specs = [process.spec for process in self._core.processes.values()]
-        names = [spec.name for spec in specs if spec.standby]
-        self._standbys.want(names, time.monotonic_ns())
+        self._standbys.want({spec.standby for spec in specs} - {""}, time.monotonic_ns())
 
     def _look_at_standbys(self, now_ns: int) -> None:
         """Start those that are due, unless streams wait; take note of those that died."""
         if self._streams_wait or not self._core.serving:
             return
         for name in self._standbys.take_due(now_ns):
-            process = self._core.processes[name]
-            self._spawner.prepare(process.spec, process.incarnation + 1)
+            specs = (process.spec for process in self._core.processes.values())
+            self._spawner.prepare(next(spec for spec in specs if spec.standby == name))
         for name, code, words in self._spawner.ended_standbys():
             delay_ms = self._standbys.ended(name, now_ns)
             text = f"{describe_end(code, words)}; another one follows in {delay_ms / 1000:g} s"
-            self._log.warning("standby ended", about=f"{name}-next", text=text)
+            self._log.warning("standby ended", about=name, text=text)
 
     def _resize(self, ranks: int) -> None:
         """Tell who starts from now on. Without disk they read the old number: their share of the memory
@@ -490,8 +489,8 @@ class Node:
             self._events.append(Reaped(name, incarnation, ExitCode.INTERNAL, str(error)))
             return
         self._watch.add(child)
-        if spec.standby and incarnation > 1:
-            self._standbys.want([name], time.monotonic_ns())
+        if spec.standby and self._core.ready_s >= 0:  # they are wanted from then on
+            self._standbys.want([spec.standby], time.monotonic_ns())
         self._events.append(Spawned(name, incarnation, child.pid))
 
     def _inject(self, identity: bytes, request: Inject) -> None:

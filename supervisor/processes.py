@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.protocol.config import NodeConfig
+from phalanx.protocol.config import NodeConfig, WorkerConfig
 from phalanx.protocol.limits import MAX_SEATS
 
 Kind = Literal["worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb", "http"]
@@ -24,8 +24,9 @@ class ProcessSpec:
     threads: int = 1
     # The node serves without it (it only gets slower): its deaths never end the node.
     essential: bool = True
-    # Every stream waits for it: its successor is started before it dies, and waits (`spawn.py`).
-    standby: bool = False
+    # Streams wait for it when it dies, so a successor is started before, and waits (`spawn.py`): the name
+    # of that one. Processes that share a module share a successor; empty: it has none.
+    standby: str = ""
     # One call of its loop may take seconds of CPU time: nobody waits for it.
     long_calls: bool = False
 
@@ -56,20 +57,23 @@ def process_table(config: NodeConfig) -> tuple[ProcessSpec, ...]:
         ProcessSpec(
             *(name, kind, module, row),
             essential=kind not in ("kvstore", "eplb", "http"),
-            standby=kind == "gateway" or (kind == "tokenizer" and config.tokenizers == 1),
+            standby=f"{name}-next"
+            if name == "gateway" or (kind, config.tokenizers) == ("tokenizer", 1)
+            else "",
             long_calls=kind == "eplb",
         )
         for row, (name, kind, module) in enumerate(services, 2 * MAX_SEATS)
     )
-    seats = [seat_specs(seat, config.worker.threads) for seat in range(config.ranks)]
+    seats = [seat_specs(seat, config.worker) for seat in range(config.ranks)]
     workers, schedulers = zip(*seats, strict=True)
     return (*workers, gateway, *schedulers, *others)
 
 
-def seat_specs(seat: int, threads: int) -> tuple[ProcessSpec, ProcessSpec]:
-    """The worker (with so many threads) and the scheduler of a seat."""
+def seat_specs(seat: int, config: WorkerConfig) -> tuple[ProcessSpec, ProcessSpec]:
+    """The worker and the scheduler of a seat."""
     worker = ProcessSpec(
-        f"worker-{seat}", "worker", "phalanx.worker_svc", seat, seat=seat, threads=threads
+        *(f"worker-{seat}", "worker", "phalanx.worker_svc", seat, seat, config.threads),
+        standby="worker-next" if config.standby else "",
     )
     name, row = f"scheduler-{seat}", MAX_SEATS + seat
     return worker, ProcessSpec(name, "scheduler", "phalanx.scheduler_svc", row, seat=seat)

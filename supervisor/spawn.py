@@ -1,5 +1,5 @@
-"""Starting one child, ahead of time if every stream would wait for it, and reading its last words when it
-is gone."""
+"""Starting one child, ahead of time if streams would wait for it, and reading its last words when it is
+gone."""
 
 import contextlib
 import ctypes
@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+
+import msgspec
 
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.rundir import LOG_DIR
+from phalanx.protocol.rundir import LOG_DIR, open_output
+from phalanx.protocol.service import Turn
 from phalanx.supervisor.proc import Looks
 from phalanx.supervisor.processes import ProcessSpec
 
@@ -69,25 +71,27 @@ class Spawner:
     def __init__(self, run_dir: Path, children_lock_fd: int) -> None:
         self._run_dir, self._lock_fd = run_dir, children_lock_fd
         self._life_read, self._life_write = os.pipe()
-        self._standbys: dict[str, Child] = {}  # by name: started, imported, waiting for their turn
+        # By their names: started, imported, waiting to be told whose turn they take.
+        self._standbys: dict[str, Child] = {}
         self._unstarted: list[tuple[str, int, str]] = []
 
     def spawn(self, spec: ProcessSpec, incarnation: int) -> Child:
         """Raises OSError when the system has no room for another process."""
-        standby = self._standbys.pop(spec.name, None)
+        standby = self._standbys.pop(spec.standby, None)
         if standby is not None:
-            if standby.incarnation == incarnation and _set_going(standby):
+            if self._set_going(standby, spec, incarnation):
                 return standby
             _discard(standby)
         return self._start(spec, incarnation)
 
-    def prepare(self, spec: ProcessSpec, incarnation: int) -> None:
-        """Have the process of this incarnation ready to go: imports are most of a start."""
-        if spec.name not in self._standbys:
+    def prepare(self, spec: ProcessSpec) -> None:
+        """Have a successor ready for this process, and for those that share it: imports are most of a start."""
+        if spec.standby not in self._standbys:
+            waiting = replace(spec, name=spec.standby, index=-1, seat=-1)
             try:
-                self._standbys[spec.name] = self._start(spec, incarnation, standby=True)
+                self._standbys[spec.standby] = self._start(waiting, 0, standby=True)
             except OSError as error:
-                self._unstarted.append((spec.name, ExitCode.INTERNAL, str(error)))
+                self._unstarted.append((spec.standby, ExitCode.INTERNAL, str(error)))
 
     def ended_standbys(self) -> list[tuple[str, int, str]]:
         """(name, exit code or minus the signal, last words) of those that died while they waited, or could
@@ -106,11 +110,30 @@ class Spawner:
             _discard(standby)
         self._standbys.clear()
 
+    def _set_going(self, standby: Child, spec: ProcessSpec, incarnation: int) -> bool:
+        """Tell it who it is, now that its turn has come; False when it has died while it waited."""
+        standby.spec, standby.incarnation = spec, incarnation
+        standby.out, standby.out_start = self._output(spec), 0
+        with contextlib.suppress(OSError):
+            standby.out_start = standby.out.stat().st_size  # the rest was said by the one before it
+        assert standby.process.stdin is not None
+        try:
+            turn = Turn(spec.name, incarnation, spec.index, spec.seat)
+            os.write(standby.process.stdin.fileno(), msgspec.json.encode(turn))
+        except BrokenPipeError:
+            return False
+        finally:
+            standby.process.stdin.close()
+        return standby.process.poll() is None
+
+    def _output(self, spec: ProcessSpec) -> Path:
+        return self._run_dir / LOG_DIR / f"{spec.name}.out"
+
     def _start(self, spec: ProcessSpec, incarnation: int, standby: bool = False) -> Child:
-        out = self._run_dir / LOG_DIR / f"{spec.name}.out"
+        out = self._output(spec)
         death_read, death_write = os.pipe()
         try:
-            with _open_output(out) as log:
+            with open_output(out) as log:
                 start = log.tell()
                 process = self._popen(spec, incarnation, death_write, log.fileno(), standby)
         except BaseException:
@@ -154,34 +177,11 @@ class Spawner:
         os.close(self._life_write)
 
 
-def _set_going(standby: Child) -> bool:
-    """Tell it that its turn has come; False when it has died while it waited."""
-    assert standby.process.stdin is not None
-    with contextlib.suppress(OSError):
-        standby.out_start = standby.out.stat().st_size  # the rest was said by the one before it
-    try:
-        os.write(standby.process.stdin.fileno(), b"!")
-    except BrokenPipeError:
-        return False
-    finally:
-        standby.process.stdin.close()
-    return standby.process.poll() is None
-
-
 def _discard(standby: Child) -> None:
     standby.process.kill()
     standby.process.communicate()
     os.close(standby.death_fd)
     os.close(standby.pidfd)
-
-
-def _open_output(path: Path) -> BinaryIO:
-    """Where a child's prints go. A deleted folder is made anew; without disk they go nowhere."""
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        return path.open("ab")
-    except OSError:
-        return Path(os.devnull).open("ab")
 
 
 def last_words(run_dir: Path, child: Child) -> str:

@@ -1,9 +1,11 @@
 """The worker process: one GPU's (or CPU's) share of the model, stepping in lockstep with its peers."""
 
 import contextlib
+import importlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.service import Service
 from phalanx.worker_svc.gpu_room import room_for
@@ -37,6 +39,14 @@ def _load(service: Service) -> tuple[Backend, str, int]:
 
     set_up_thread(service.config.worker.threads)
     return loaded
+
+
+def import_backend(config: NodeConfig) -> None:
+    """What takes seconds of a start (torch), while this process waits for its turn. It gives way to the ranks
+    that serve, in a thread for the same reason as above."""
+    module = "null" if config.device == "null" else "backend"
+    with ThreadPoolExecutor(1, initializer=_give_way) as pool:
+        pool.submit(importlib.import_module, f"phalanx.worker_svc.{module}").result()
 
 
 def _give_way() -> None:

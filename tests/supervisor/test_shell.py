@@ -235,6 +235,19 @@ def test_a_successor_that_dies_while_it_waits_is_replaced_and_nobody_counts_it(
     living.wait_healthy()
 
 
+def test_one_successor_waits_for_the_workers_of_all_ranks(living: TestNode) -> None:
+    living.wait_healthy()
+    for name in ("worker-1", "worker-0"):
+        until(lambda: standby_of(living, "worker"))
+        waiting = standby_of(living, "worker")
+        os.kill(living.process(name).pid, signal.SIGKILL)
+        until(lambda: living.process(name).pid == waiting)  # noqa: B023
+        living.wait_healthy()
+    # Who comes too soon for a successor starts as ever.
+    os.kill(living.process("worker-1").pid, signal.SIGKILL)
+    living.wait_healthy()
+
+
 def test_a_restart_that_is_said_again_does_not_keep_successors_away(living: TestNode) -> None:
     living.wait_healthy()
     until(lambda: standby_of(living, "gateway"))

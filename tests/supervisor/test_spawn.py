@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from supervisor.node import until
 
 from phalanx.protocol.rundir import LOG_DIR
+from phalanx.protocol.service import Turn
 from phalanx.supervisor.proc import Looks
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child, Spawner, last_words
@@ -147,40 +149,41 @@ def test_a_wait_that_is_not_over_counts(tmp_path: Path) -> None:
 
 
 def test_a_standby_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes over at once, if it is the incarnation that is wanted and has not died while it waited."""
-    code = "import os\nprint('waits', flush=True)\nprint('goes' if os.read(0, 1) else 'ends')\n"
+    """It takes over at once, as whichever process needs it, if it has not died while it waited."""
+    code = "import sys\nprint('waits', flush=True)\nprint(sys.stdin.read())\n"
     (tmp_path / "waiter.py").write_text(code)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
-    spec = ProcessSpec("gateway", "gateway", "waiter", 0, standby=True)
-    out = tmp_path / LOG_DIR / "gateway.out"
+    one, other = (
+        ProcessSpec(f"worker-{seat}", "worker", "waiter", seat, seat, standby="worker-next")
+        for seat in range(2)
+    )
+    out = tmp_path / LOG_DIR / "worker-next.out"
 
-    def prepared(incarnation: int) -> int:
-        spawner.prepare(spec, incarnation)
-        until(lambda: "waits\n" in out.read_text())
-        out.write_text("")
-        return spawner._standbys["gateway"].pid
+    def prepared() -> int:
+        spawner.prepare(one)
+        until(lambda: out.exists() and "waits\n" in out.read_text())
+        os.truncate(out, 0)
+        return spawner._standbys["worker-next"].pid
 
     with (tmp_path / "lock").open("w") as lock:
         spawner = Spawner(tmp_path, lock.fileno())
-        waiting = prepared(2)
-        child = spawner.spawn(spec, 2)
-        assert child.pid == waiting
-        assert child.process.wait(timeout=60) == 0 and out.read_text() == "goes\n"
-        assert last_words(tmp_path, child) == "goes"
+        waiting = prepared()
+        child = spawner.spawn(other, 4)
+        assert (child.pid, child.spec, child.incarnation) == (waiting, other, 4)
+        assert child.process.wait(timeout=60) == 0
+        assert msgspec.json.decode(out.read_text(), type=Turn) == Turn("worker-1", 4, 1, 1)
+        assert (
+            child.out == tmp_path / LOG_DIR / "worker-1.out"
+        )  # where `Turn`'s reader writes from then on
 
-        waiting = prepared(3)
-        other = spawner.spawn(spec, 4)  # an incarnation came between
-        assert other.pid != waiting and not Path(f"/proc/{waiting}").exists()
-        other.process.wait(timeout=60)
-
-        waiting = prepared(5)
+        waiting = prepared()
         os.kill(waiting, signal.SIGKILL)
         os.waitid(os.P_PID, waiting, os.WEXITED | os.WNOWAIT)
-        other = spawner.spawn(spec, 5)
-        assert other.pid != waiting and not Path(f"/proc/{waiting}").exists()
-        other.process.wait(timeout=60)
+        child = spawner.spawn(one, 5)
+        assert child.pid != waiting and not Path(f"/proc/{waiting}").exists()
+        assert child.process.wait(timeout=60) == 0 and last_words(tmp_path, child) == "waits"
 
-        waiting = prepared(6)
+        waiting = prepared()
         spawner.close()
         assert not Path(f"/proc/{waiting}").exists()
