@@ -193,10 +193,9 @@ class Waiting:
 
 _HOLD = """
 import sys, time
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import triton
-triton.knobs.cache.dir = sys.argv[2]
+triton.knobs.cache.dir = sys.argv[1]
 from phalanx.kernels.triton import compiling
 with compiling._alone(print) as tell:
     tell(3, 12)
@@ -210,8 +209,7 @@ with compiling._alone(print) as tell:
 @pytest.fixture
 def holder(cache: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has the lock and gets on, until it is stopped or killed."""
-    root = next(path for path in sys.path if (Path(path) / "phalanx").is_dir())
-    command = [sys.executable, "-P", "-c", _HOLD, root, str(cache)]
+    command = [sys.executable, "-P", "-c", _HOLD, str(cache)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         yield process
