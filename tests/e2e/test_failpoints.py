@@ -32,7 +32,7 @@ from phalanx.testing.node import Node
 pytestmark = pytest.mark.process
 
 SEED = seed_of_run("FAILPOINT_SEED")
-DRAWN = random.Random(SEED).sample(CONTROL, 5)
+DRAWN = random.Random(SEED).sample(CONTROL, 3)
 
 
 def check(field: Field, case: Case) -> None:

@@ -35,7 +35,13 @@ def fault_free(three: Node, requests: list[dict[str, Any]]) -> Any:
 
 @pytest.mark.parametrize(
     "victim",
-    ["worker-1", "worker-0", "scheduler-2", "gateway", "tokenizer-0", "kvstore", "eplb"],
+    [
+        *("worker-1", "gateway"),
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("worker-0", "scheduler-2", "tokenizer-0", "kvstore", "eplb")
+        ),
+    ],
 )
 def test_a_killed_process_changes_no_token(
     three: Node, requests: list[dict[str, Any]], fault_free: Any, victim: str

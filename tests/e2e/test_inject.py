@@ -10,6 +10,7 @@ from e2e.node import Node, assert_whole, others, tokens, wait_for
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.soak  # as a killed worker
 def test_a_lost_gpu_changes_no_token(phalanx_node: Node) -> None:
     requests = others(6)
     fault_free = tokens(phalanx_node.generate(requests))

@@ -30,6 +30,7 @@ with phalanx.LLM("random-tiny") as llm:
 """
 
 
+@pytest.mark.soak
 def test_a_killed_run_goes_on(node: Node, tmp_path: Path) -> None:
     prompts, out, whole = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "whole.jsonl"))
     requests = [*others(20), {"prompt": 5}]

@@ -57,6 +57,7 @@ def test_scoring_alone_and_siblings_say_the_same(node: Node, quiet: Result) -> N
     assert_whole(node)
 
 
+@pytest.mark.soak
 def test_small_steps_and_a_killed_worker_change_nothing(
     start_node: Callable[..., Node], quiet: Result, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from e2e.node import Node, assert_whole, others, tokens, wait_for
 from phalanx.protocol.rundir import read_plans
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 
 def test_too_few_survivors_are_kept(start_node: Callable[..., Node], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,12 +205,14 @@ def test_a_plan_may_take_long() -> None:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[TestNode]:
-    made = TestNode(tmp_path / f"wait{os.getpid()}-{time.monotonic_ns() % 10**9}")
-    yield made
-    if (pipe := made.run_dir / "never").exists():  # its reader was left behind
-        os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-    made.stop()
+def node() -> Iterator[TestNode]:
+    # The names of a node's sockets must fit into 107 bytes, and `tmp_path` holds the test's.
+    with tempfile.TemporaryDirectory(prefix="ph") as path:
+        made = TestNode(Path(path) / f"wait{os.getpid()}-{time.monotonic_ns() % 10**9}")
+        yield made
+        if (pipe := made.run_dir / "never").exists():  # its reader was left behind
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        made.stop()
 
 
 @pytest.mark.process

@@ -110,7 +110,7 @@ def run_together(world: EngineWorld, running: list[Request], *, preempt: float) 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("preempt", [0.0, 0.15])
+@pytest.mark.parametrize("preempt", [pytest.param(0.0, marks=pytest.mark.soak), 0.15])
 def test_streams_are_those_of_each_request_alone(shape: str, preempt: float) -> None:
     wanted = requests(shape, 1)
     alone = expected(shape, wanted)
