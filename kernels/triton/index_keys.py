@@ -19,7 +19,8 @@ import triton.language as tl
 # the bits of operands that are not float32.
 INTERPRETED: Final = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
-_UNPACK: Final = tl.constexpr(
+# Eight e2m1 codes of a word -> 2^-14 times the low ones of each byte, the high ones; e5m2.
+UNPACK: Final = tl.constexpr(
     """{
     .reg .b32 sign, rest;
     shl.b32 sign, $2, 4;
@@ -47,7 +48,7 @@ def _unpack(codes):
         return _value(codes.to(tl.int32)), _value(codes.to(tl.int32) >> 4)
     else:
         types: tl.constexpr = (tl.float8e5, tl.float8e5)
-        return tl.inline_asm_elementwise(_UNPACK, "=&r,=r,r", [codes], types, True, 4)
+        return tl.inline_asm_elementwise(UNPACK, "=&r,=r,r", [codes], types, True, 4)
 
 
 @triton.jit

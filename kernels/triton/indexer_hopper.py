@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phalanx.kernels.triton.index_keys import UNPACK
+
 HEADS: Final = gl.constexpr(32)
 DIM: Final = gl.constexpr(128)
 VECTOR: Final = gl.constexpr(4)  # neighbouring keys of a thread
@@ -71,19 +73,6 @@ _KEYS: Final = gl.constexpr(
 _LOADED: Final = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _HEADS: Final = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
-# As in `index_keys`.
-_UNPACK: Final = gl.constexpr(
-    """{
-    .reg .b32 sign, rest;
-    shl.b32 sign, $2, 4;
-    shl.b32 rest, $2, 1;
-    and.b32 rest, rest, 0x0E0E0E0E;
-    lop3.b32 $0, sign, 0x80808080, rest, 0xEA;  // (sign & 0x80808080) | rest
-    shr.u32 rest, $2, 3;
-    and.b32 rest, rest, 0x0E0E0E0E;
-    lop3.b32 $1, $2, 0x80808080, rest, 0xEA;
-    }"""
-)
 _PAIRS: Final = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _WEIGHTED: Final = gl.constexpr(
     """{
@@ -123,7 +112,7 @@ def _halves(x):
 def _operand(codes):
     """uint8 [4, 8, 2, 16] -> e5m2 [64, 32], the even dimensions first."""
     types: gl.constexpr = (gl.float8e5, gl.float8e5)
-    low, high = gl.inline_asm_elementwise(_UNPACK, "=&r,=r,r", [codes], types, True, 4)
+    low, high = gl.inline_asm_elementwise(UNPACK, "=&r,=r,r", [codes], types, True, 4)
     x = gl.join(low, high).permute((0, 2, 1, 4, 3)).reshape((64, 32))
     return gl.convert_layout(x, _LEFT)
 
