@@ -1,8 +1,8 @@
 """The board: one small arena of the supervisor that every process maps.
 
 It carries what must be seen within microseconds: the epoch word, doorbells, what each rank posted
-for the step, STOP and GO acknowledgements, heartbeats, and the topology itself. Each word has one
-writer, named below. Readers never lock.
+for the step, STOP and GO acknowledgements, heartbeats, the topology itself, and beside it a placement
+that is proposed to the running group. Each word has one writer, named below. Readers never lock.
 """
 
 import time
@@ -16,7 +16,7 @@ from phalanx.protocol.errors import ArenaError
 from phalanx.protocol.futex import Word
 from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS, TOPOLOGY_BYTES_MAX
 from phalanx.protocol.mark import Mark
-from phalanx.protocol.topology import Topology
+from phalanx.protocol.topology import Proposal, Topology
 
 _GLOBAL_BYTES = 256
 _SEAT_BYTES = 256
@@ -25,7 +25,8 @@ _MARK_AT = 64  # in a process's bytes
 _SEATS_AT = _GLOBAL_BYTES
 _PROCESSES_AT = _SEATS_AT + MAX_SEATS * _SEAT_BYTES
 _TOPOLOGY_AT = _PROCESSES_AT + MAX_PROCESSES * _PROCESS_BYTES
-BOARD_BYTES = _TOPOLOGY_AT + TOPOLOGY_BYTES_MAX
+_PROPOSAL_AT = _TOPOLOGY_AT + TOPOLOGY_BYTES_MAX
+BOARD_BYTES = _PROPOSAL_AT + TOPOLOGY_BYTES_MAX
 
 
 class Vote:
@@ -49,6 +50,46 @@ class ProcessPhase(IntEnum):
     WAITING = 7  # in a step, for the peers that `ProcessRow.awaits` names: it could not be quicker
 
 
+class _Published:
+    """A part of the board that its writer replaces as a whole: a reader sees the old or the new one.
+
+    Two words tell of it: a version, odd while it is being written and 0 before the first time, and the
+    length in bytes.
+    """
+
+    def __init__(self, what: str, data: memoryview, words_at: int, at: int) -> None:
+        self._what, self._words = what, data[8 * words_at : 8 * words_at + 16].cast("Q")
+        self._bytes = data[at : at + TOPOLOGY_BYTES_MAX]
+
+    @property
+    def version(self) -> int:
+        return self._words[0]
+
+    def write(self, encoded: bytes) -> None:
+        if len(encoded) > TOPOLOGY_BYTES_MAX:
+            raise ArenaError(
+                f"the {self._what} takes {len(encoded)} bytes, the board has {TOPOLOGY_BYTES_MAX}"
+            )
+        version = self._words[0]
+        self._words[0] = version + 1
+        self._words[1] = len(encoded)
+        self._bytes[: len(encoded)] = encoded
+        self._words[0] = version + 2
+
+    def read(self) -> bytes:
+        """What was written last; empty before the first time."""
+        for _ in range(1000):
+            version, length = self._words[0], self._words[1]
+            if version == 0:
+                return b""
+            if version % 2 == 0 and length <= TOPOLOGY_BYTES_MAX:
+                encoded = bytes(self._bytes[:length])
+                if self._words[0] == version:
+                    return encoded
+            time.sleep(0.0005)  # the writer is at it: far shorter than this
+        raise ArenaError(f"the {self._what} on the board never became whole")
+
+
 class Board:
     """Typed access to the words. `Board.create` in the supervisor, `Board.attach` elsewhere."""
 
@@ -57,6 +98,8 @@ class Board:
         data = arena.data
         self._u32 = data[:_TOPOLOGY_AT].cast("I")
         self._u64 = data[:_TOPOLOGY_AT].cast("Q")
+        self._topology = _Published("topology", data, 2, _TOPOLOGY_AT)
+        self._proposal = _Published("proposal", data, 4, _PROPOSAL_AT)
         self._epoch = Word(data, 0)  # written by the supervisor; odd while stopped
         self.supervisor_bell = Word(data, 4)  # rung by whoever acknowledges something
         self.seats = [SeatRow(self, seat) for seat in range(MAX_SEATS)]
@@ -84,34 +127,40 @@ class Board:
             self.seats[seat].bell.ring()
 
     def publish(self, topology: Topology) -> None:
-        """Supervisor only: replace the topology. A reader sees the old or the new one, whole."""
-        encoded = msgspec.msgpack.encode(topology)
-        if len(encoded) > TOPOLOGY_BYTES_MAX:
-            raise ArenaError(
-                f"the topology takes {len(encoded)} bytes, the board has {TOPOLOGY_BYTES_MAX}"
-            )
-        version = self._u64[2]
-        self._u64[2] = version + 1  # odd: being written
-        self._u64[3] = len(encoded)
-        self.arena.data[_TOPOLOGY_AT : _TOPOLOGY_AT + len(encoded)] = encoded
-        self._u64[2] = version + 2
+        """Supervisor only: replace the topology."""
+        self._topology.write(msgspec.msgpack.encode(topology))
 
     @property
     def topology_version(self) -> int:
-        return self._u64[2]
+        return self._topology.version
 
     def topology(self) -> Topology | None:
         """The topology published last; None before the first."""
-        for _ in range(1000):
-            version, length = self._u64[2], self._u64[3]
-            if version == 0:
-                return None
-            if version % 2 == 0 and length <= TOPOLOGY_BYTES_MAX:
-                encoded = bytes(self.arena.data[_TOPOLOGY_AT : _TOPOLOGY_AT + length])
-                if self._u64[2] == version:
-                    return msgspec.msgpack.decode(encoded, type=Topology)
-            time.sleep(0.0005)  # the supervisor is writing: far shorter than this
-        raise ArenaError("the topology on the board never became whole")
+        encoded = self._topology.read()
+        return msgspec.msgpack.decode(encoded, type=Topology) if encoded else None
+
+    def propose(self, proposal: Proposal) -> None:
+        """Supervisor only: a placement for the group that runs; it replaces what was proposed before.
+
+        Members get ready for it beside their steps (`SeatRow.placement_ready`), and run it from the first
+        round on for which every one of them was (`placement_run`). No version is ever given to two
+        placements. The supervisor rings the members' bells.
+        """
+        self._proposal.write(msgspec.msgpack.encode(proposal))
+
+    def withdraw(self) -> None:
+        """Supervisor only: nothing is proposed any more. Who runs it already goes on with it."""
+        self._proposal.write(b"")
+
+    @property
+    def proposal_version(self) -> int:
+        """Of this part of the board, not of a placement: changes with every proposal and withdrawal."""
+        return self._proposal.version
+
+    def proposal(self) -> Proposal | None:
+        """What is proposed now."""
+        encoded = self._proposal.read()
+        return msgspec.msgpack.decode(encoded, type=Proposal) if encoded else None
 
     def close(self) -> None:
         self.arena.close()
@@ -197,6 +246,34 @@ class SeatRow:
     @blocks.setter
     def blocks(self, blocks: int) -> None:
         self._u32[self._at32 + 11] = blocks
+
+    # Written by the worker: how far it is with what is proposed to it. The supervisor's bell is rung.
+    @property
+    def placement_ready(self) -> int:
+        """The highest placement version that it could run in its next round."""
+        return self._u64[self._at64 + 11]
+
+    @placement_ready.setter
+    def placement_ready(self, version: int) -> None:
+        self._u64[self._at64 + 11] = version
+
+    @property
+    def placement_run(self) -> int:
+        """The placement version that it runs: of its epoch's GO, or that of a flip since."""
+        return self._u64[self._at64 + 12]
+
+    @placement_run.setter
+    def placement_run(self, version: int) -> None:
+        self._u64[self._at64 + 12] = version
+
+    @property
+    def placement_slots(self) -> int:
+        """Expert slots of a layer that it has now: a proposed placement uses no slot beyond them."""
+        return self._u64[self._at64 + 13]
+
+    @placement_slots.setter
+    def placement_slots(self, slots: int) -> None:
+        self._u64[self._at64 + 13] = slots
 
     # Written by the scheduler: which link arena the worker shall use.
     @property

@@ -83,6 +83,12 @@ class HttpConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: tuple[str, ...] = ()  # empty: no browser of another origin
 
 
+class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    # Expert slots of a layer that a rank has beside those it needs: where the next placement's further
+    # copies go while the one that runs is still in use. 0: experts never move while the group runs.
+    spare_slots: int = 1
+
+
 class KVStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enabled: bool = True
     directory: str = ""  # default: RUN_DIR/kv
@@ -106,6 +112,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: WorkerConfig = WorkerConfig()
     gateway: GatewayConfig = GatewayConfig()
     kvstore: KVStoreConfig = KVStoreConfig()
+    eplb: EplbConfig = EplbConfig()
     http: HttpConfig = HttpConfig()
 
     @property
@@ -158,7 +165,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("tokenizers", self.tokenizers, 1 <= self.tokenizers <= 32, "1 to 32"),
         ]
         s, w, g, k = self.scheduler, self.worker, self.gateway, self.kvstore
-        h = self.http
+        h, e = self.http, self.eplb
         rules += [
             ("scheduler.max_num_seqs", s.max_num_seqs, 1 <= s.max_num_seqs <= 4096, "1 to 4096"),
             (
@@ -239,6 +246,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ),
             ("kvstore.max_bytes", k.max_bytes, k.max_bytes >= 16 << 20, "at least 16 MiB"),
             ("kvstore.free_floor_bytes", k.free_floor_bytes, k.free_floor_bytes >= 0, ">= 0"),
+            ("eplb.spare_slots", e.spare_slots, 0 <= e.spare_slots <= 64, "0 to 64"),
             ("http.port", h.port, 0 <= h.port <= 65535, "0 to 65535"),
             ("http.running_max", h.running_max, h.running_max >= 1, ">= 1"),
             ("http.waiting_max", h.waiting_max, h.waiting_max >= 0, ">= 0"),

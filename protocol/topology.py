@@ -1,4 +1,4 @@
-"""Who is in the expert-parallel group: published by the supervisor on the board, read by everyone."""
+"""Who is in the expert-parallel group, and what is proposed to it: published by the supervisor on the board."""
 
 from typing import Literal
 
@@ -32,3 +32,14 @@ class Topology(msgspec.Struct, frozen=True, array_like=True):
 
     def seat(self, number: int) -> Seat | None:
         return next((seat for seat in self.seats if seat.seat == number), None)
+
+
+class Proposal(msgspec.Struct, frozen=True, array_like=True):
+    """Another placement for the group of that epoch, while it runs. Only its members care.
+
+    A seat keeps each expert that stays in its slot. Further copies go where the placement that runs has
+    no expert: there the worker may copy them while steps are taken. The version is higher than any before.
+    """
+
+    epoch: int
+    placement: bytes  # as in `Topology`

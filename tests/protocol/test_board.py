@@ -2,13 +2,14 @@
 
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from phalanx.protocol.board import Board, ProcessPhase, Vote
-from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS
-from phalanx.protocol.topology import Seat, Topology
+from phalanx.protocol.errors import ArenaError
+from phalanx.protocol.limits import MAX_PROCESSES, MAX_SEATS, TOPOLOGY_BYTES_MAX
+from phalanx.protocol.topology import Proposal, Seat, Topology
 
 
 @pytest.fixture
@@ -27,12 +28,17 @@ def test_every_word_is_its_own(board: Board) -> None:
         seat.stop_ack, seat.go_ack, seat.worker_incarnation = 4000 + n, 5000 + n, 6000 + n
         seat.steps_run, seat.link = 7000 + n, (8000 + n) << 32 | n
         seat.bell.value, seat.scheduler_bell.value = 9000 + n, 10000 + n
+        seat.placement_ready, seat.placement_run = 12000 + n, 13000 + n
+        seat.placement_slots = 14000 + n
     for n, row in enumerate(board.processes):
         row.beat(11000 + n)
         row.phase = ProcessPhase(n % 6)
         row.advance()
     board.publish(Topology(2, (Seat(0, 1, 1, "member"),)))
+    board.propose(Proposal(2, b"experts"))
 
+    assert board.topology() == Topology(2, (Seat(0, 1, 1, "member"),))
+    assert board.proposal() == Proposal(2, b"experts")
     assert board.epoch == 77 and MAX_SEATS == len(board.seats)
     for n, seat in enumerate(board.seats):
         assert seat.posted == (1000 + n, 2000 + n)
@@ -45,6 +51,8 @@ def test_every_word_is_its_own(board: Board) -> None:
         )
         assert (seat.steps_run, seat.link) == (7000 + n, (8000 + n) << 32 | n)
         assert (seat.bell.value, seat.scheduler_bell.value) == (9000 + n, 10000 + n)
+        assert (seat.placement_ready, seat.placement_run) == (12000 + n, 13000 + n)
+        assert seat.placement_slots == 14000 + n
     for n, row in enumerate(board.processes):
         assert (row.beat_ns, row.phase, row.progress) == (11000 + n, ProcessPhase(n % 6), 1)
     assert len(board.processes) == MAX_PROCESSES
@@ -58,28 +66,67 @@ def test_a_step_of_an_old_epoch_is_never_paired_with_the_new_one(board: Board) -
     assert board.seats[0].posted < (6, 1)
 
 
-def test_topology_is_read_whole_while_it_is_rewritten(board: Board) -> None:
-    assert board.topology() is None
+def propose(board: Board, epoch: int, placement: bytes) -> None:
+    board.propose(Proposal(epoch, placement))
+
+
+def publish(board: Board, epoch: int, placement: bytes) -> None:
+    board.publish(Topology(epoch, (), placement))
+
+
+@pytest.mark.parametrize(
+    ("write", "read"), [(publish, Board.topology), (propose, Board.proposal)], ids=["topology", "proposal"]
+)  # fmt: skip
+def test_it_is_read_whole_while_it_is_rewritten(
+    board: Board,
+    write: Callable[[Board, int, bytes], None],
+    read: Callable[[Board], Topology | Proposal | None],
+) -> None:
+    assert read(board) is None
     stop = threading.Event()
 
     def reader(wrong: list[object]) -> None:
         other = Board.attach(board.arena.name.split("-")[1])
         while not stop.is_set():
-            topology = other.topology()
-            if topology is not None and len(topology.placement) != 100 * topology.epoch:
-                wrong.append(topology)
+            found = read(other)
+            if found is not None and len(found.placement) != 100 * found.epoch:
+                wrong.append(found)
         other.close()
 
     wrong: list[object] = []
-    board.publish(Topology(2, (), bytes(200)))
+    write(board, 2, bytes(200))
     thread = threading.Thread(target=reader, args=(wrong,))
     thread.start()
     for epoch in range(4, 2000, 2):
-        board.publish(Topology(epoch, (), bytes(100 * epoch)))
+        write(board, epoch, bytes(100 * epoch))
     stop.set()
     thread.join()
     assert wrong == []
-    assert board.topology() == Topology(1998, (), bytes(199_800))
+    last = read(board)
+    assert last is not None and (last.epoch, last.placement) == (1998, bytes(199_800))
+
+
+def test_a_proposal_is_withdrawn_and_another_one_made(board: Board) -> None:
+    """Each is noticed by one word; the topology beside it stays what it is."""
+    board.publish(Topology(2, (), b"runs"))
+    assert board.proposal() is None and board.proposal_version == 0
+    seen = [board.proposal_version]
+    for placement in (b"one", b"", b"two", b"three"):
+        if placement:
+            board.propose(Proposal(2, placement))
+        else:
+            board.withdraw()
+        assert board.proposal() == (Proposal(2, placement) if placement else None)
+        assert board.proposal_version not in seen
+        seen.append(board.proposal_version)
+    assert board.topology() == Topology(2, (), b"runs") and board.topology_version == 2
+
+
+def test_what_is_too_large_leaves_what_was_there(board: Board) -> None:
+    board.propose(Proposal(2, b"fits"))
+    with pytest.raises(ArenaError, match=f"the board has {TOPOLOGY_BYTES_MAX}"):
+        board.propose(Proposal(2, bytes(TOPOLOGY_BYTES_MAX)))
+    assert board.proposal() == Proposal(2, b"fits")
 
 
 def test_set_epoch_wakes_the_worker(board: Board) -> None:
