@@ -29,12 +29,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -P -m pytest -q -m slow
 
-# 100,000 requests through the simulated schedulers, then 10,000 lives of the whole simulated system under
-# faults, then every test that takes minutes; failing seeds are printed. Either alone: tests/sim/soak.py, tests/sim/world_soak.py (--help).
+# 100,000 requests through the simulated schedulers, 10,000 lives of the whole simulated system under faults, then
+# every test that takes minutes, on all processors (`JOBS=4`: on four). It ends with a summary; stopped and started again it goes on.
+# `SOAK="--seconds 3600"`, and what else `python -P tests/soak.py --help` has.
 soak: setup
-	$(BIN)/python -P tests/sim/soak.py
-	$(BIN)/python -P tests/sim/world_soak.py
-	$(BIN)/python -P -m pytest -q -m soak
+	$(BIN)/python -P tests/soak.py $(if $(JOBS),--jobs $(JOBS)) $(SOAK)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -2,6 +2,8 @@
 
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["records"]
+
 settings.register_profile(
     "phalanx", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from e2e.draws import seed_of_run
+from e2e.draws import drawn
 from phalanx.protocol.messages import Attach, ClientMessage, DecodedItem, Final, TokensItem
 from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.protocol.topology import Seat as SeatOfTopology
@@ -470,8 +470,8 @@ def a_client_does_not_notice_another_gateway(patch: Patch) -> None:
     patch.setattr(ClientCore, "_repeat", lambda self, flow, now_ns: None)
 
 
-# Six of them in every run, drawn anew (`PLANT_SEED` repeats them); `make soak` looks for all.
-_DRAWN = Random(seed_of_run("PLANT_SEED")).sample(range(len(PLANTED)), 6)
+# Six of them in every run, drawn anew (`PLANT_SEED` repeats them); `make soak` looks for all (`none`).
+_DRAWN = drawn("PLANT_SEED", 6, len(PLANTED))
 
 
 @pytest.mark.parametrize(

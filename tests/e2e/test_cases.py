@@ -71,6 +71,7 @@ def test_a_start_sweeps_a_leaked_pool_where_two_have_no_room(folder: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(1200)
 def test_fifty_nodes_start_at_once(folder: Path) -> None:
     config = folder / "config.json"
@@ -103,6 +104,7 @@ def test_fifty_nodes_start_at_once(folder: Path) -> None:
     assert [name for node in nodes for name in node.names()] == []
 
 
+@pytest.mark.timed
 def test_no_step_grows_long_with_the_age_of_the_process(start_node: Callable[..., Node]) -> None:
     """The control plane's part of a step: at most one in a thousand takes longer than this, and no more so
     late in a process's life than early."""

@@ -14,6 +14,6 @@ def test_fresh_seeds() -> None:
         try:
             World(seed, options=Options.soak).run()
         except Exception as error:
-            error.add_note(f"again: python -P tests/sim/soak.py --seed {seed} --worlds 1")
+            error.add_note(f"again: python -P tests/sim/scheduler_soak.py --worlds 1 --seed {seed}")
             raise
         seed += 1

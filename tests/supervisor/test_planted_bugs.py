@@ -2,13 +2,12 @@
 to show within a stated number of seeds."""
 
 from collections.abc import Callable, Collection, Mapping
-from random import Random
 from typing import Final
 
 import msgspec
 import pytest
 
-from e2e.draws import seed_of_run
+from e2e.draws import drawn
 from phalanx.protocol.errors import Code, ExitCode
 from phalanx.supervisor.changes import Changes, Scaling
 from phalanx.supervisor.core import SupervisorCore
@@ -284,8 +283,8 @@ def fails_the_node_over_a_newcomer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SupervisorCore, "_reaped", reaped)
 
 
-# Six of them in every run, drawn anew (`PLANT_SEED` repeats them); `make soak` looks for all.
-_DRAWN: Final = Random(seed_of_run("PLANT_SEED")).sample(range(len(PLANTED)), 6)
+# Six of them in every run, drawn anew (`PLANT_SEED` repeats them); `make soak` looks for all (`none`).
+_DRAWN: Final = drawn("PLANT_SEED", 6, len(PLANTED))
 
 
 @pytest.mark.parametrize(
