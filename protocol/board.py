@@ -27,6 +27,9 @@ _PROCESSES_AT = _SEATS_AT + MAX_SEATS * _SEAT_BYTES
 _TOPOLOGY_AT = _PROCESSES_AT + MAX_PROCESSES * _PROCESS_BYTES
 _PROPOSAL_AT = _TOPOLOGY_AT + TOPOLOGY_BYTES_MAX
 BOARD_BYTES = _PROPOSAL_AT + TOPOLOGY_BYTES_MAX
+ROUNDS = (
+    2**32
+)  # their numbers are told apart in an epoch; a million of them take minutes, all of them weeks
 
 
 class Vote:
@@ -187,13 +190,13 @@ class SeatRow:
         round ends when everybody has posted it, and the slow one posts the next after it has read.
         """
         self._u64[self._at64 + 9 + number % 2] = version << 8 | vote
-        self._u64[self._at64 + 8] = epoch << 32 | number
+        self._u64[self._at64 + 8] = epoch << 32 | number % ROUNDS
 
     @property
     def posted(self) -> tuple[int, int]:
-        """(epoch, round) as posted last; rounds count from 1 in every epoch."""
+        """(epoch, round % ROUNDS) as posted last; rounds count from 1 in every epoch."""
         word = self._u64[self._at64 + 8]
-        return word >> 32, word & 0xFFFFFFFF
+        return word >> 32, word % ROUNDS
 
     def vote(self, number: int) -> tuple[int, int]:
         """(`Vote` as a plain number, placement version) posted for that round: the newest or the one

@@ -24,6 +24,7 @@ from phalanx.protocol.steps import read_rings
 
 LAYOUT_VERSION = 5
 STEP_TIMES = 4096  # step times kept
+_US_MAX = 2**32 - 1  # a node that was paused for more than an hour took longer
 REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
 STEPS_SHOWN = 256  # `phalanx queues` speaks of that many
 _ALIGN = 64
@@ -158,7 +159,7 @@ class QueueTable:
 
     def note_step(self, us: int) -> None:
         steps = self.header["steps"]
-        self.step_us[int(steps[0]) % STEP_TIMES] = us
+        self.step_us[int(steps[0]) % STEP_TIMES] = min(us, _US_MAX)
         steps[0] += 1
 
     def step_times(self, newest: int = STEP_TIMES) -> npt.NDArray[np.uint32]:

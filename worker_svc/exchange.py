@@ -20,6 +20,7 @@ from phalanx.protocol.failpoints import failpoint
 from phalanx.worker_svc.group import Group
 
 _FLAG_BYTES = 64  # flag and count share a cache line of their own
+_NUMBERS = 2**32 - 1  # they are told apart from those before, and from 0: none yet
 _LOOK_S = 0.005  # between two looks whether there is room, or an old region may be used again
 
 
@@ -206,8 +207,11 @@ class Exchange:
         return Inbox(source_part(arena, self._members.index(source), self.shape), self.shape)
 
     def begin(self) -> None:
-        """Start the next exchange. All ranks run the same layers, so all count alike."""
-        self._number += 1
+        """Start the next exchange. All ranks run the same layers, so all count alike.
+
+        A thousand layers a second use up the numbers in 50 days: then they begin again.
+        """
+        self._number = self._number % _NUMBERS + 1
 
     def send(
         self, peer: int, slots: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor

@@ -9,7 +9,7 @@ step. Nobody posts: all are parked. A rank with nothing to do takes the step as 
 import time
 from collections.abc import Callable, Iterable
 
-from phalanx.protocol.board import Board, ProcessPhase
+from phalanx.protocol.board import ROUNDS, Board, ProcessPhase
 from phalanx.protocol.errors import EpochChanged, PhalanxError
 from phalanx.protocol.limits import EXCHANGE_DEADLINE_MS
 
@@ -51,8 +51,7 @@ class Group:
 
     def peer_waits(self) -> bool:
         """Whether some peer has posted our next round: then we must join it."""
-        mine = (self.epoch, self.round)
-        return any(self.board.seats[peer].posted >= mine for peer in self.peers)
+        return any(self._has_posted(peer) for peer in self.peers)
 
     def enter(self, vote: int) -> list[int]:
         """Vote in our next round and wait until every member has. Returns all votes, by seat.
@@ -69,13 +68,17 @@ class Group:
 
     def complete(self) -> bool:
         """Whether every member has posted the round that we posted."""
-        mine = (self.epoch, self.round)
-        return all(self.board.seats[peer].posted >= mine for peer in self.peers)
+        return all(self._has_posted(peer) for peer in self.peers)
 
     def behind(self) -> list[int]:
         """The peers that have not posted our round yet."""
-        mine = (self.epoch, self.round)
-        return [peer for peer in self.peers if self.board.seats[peer].posted < mine]
+        return [peer for peer in self.peers if not self._has_posted(peer)]
+
+    def _has_posted(self, peer: int) -> bool:
+        epoch, number = self.board.seats[peer].posted
+        if epoch != self.epoch:
+            return epoch > self.epoch
+        return (number - self.round) % ROUNDS < ROUNDS // 2  # its number may have begun again
 
     def votes(self) -> list[int]:
         """The votes of the complete round, by seat; the next round begins.

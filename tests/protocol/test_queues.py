@@ -135,6 +135,13 @@ def test_step_times_are_of_the_newest_steps() -> None:
     assert table.step_times(3).tolist() == [STEP_TIMES + 4, STEP_TIMES + 5, STEP_TIMES + 6]
 
 
+def test_a_step_of_hours_is_the_longest_that_can_be_told() -> None:
+    """A node that was paused for 72 minutes: its schedulers do not end over a figure for people."""
+    table = QueueTable(memoryview(bytearray(queue_bytes(ROWS))), ROWS)
+    table.note_step(2**32 + 5)
+    assert table.step_times().tolist() == [2**32 - 1]
+
+
 def test_only_the_latest_live_incarnation_of_each_seat(node: str) -> None:
     held = [make(node, 0, 1), make(node, 0, 2), make(node, 5, 1)]
     dead, _ = make(node, 0, 9)

@@ -20,9 +20,11 @@ PROMPT = [(3 * at + 1) % 50 for at in range(300)]
 class Shop:
     """A story whose store answers when it is told to."""
 
-    def __init__(self, blocks: int = 8, states: int = 2, **options: object) -> None:
+    def __init__(
+        self, blocks: int = 8, states: int = 2, generation: int = 0, **options: object
+    ) -> None:
         self.staged = Staged(blocks, states, 134)
-        staging = Staging("ph-sim-staging", 0, blocks, states)
+        staging = Staging("ph-sim-staging", generation, blocks, states)
         self.story = Story(store=True, staging=staging, num_blocks=40, **options)  # type: ignore[arg-type]
         self.story.worker.staging["ph-sim-staging"] = self.staged
         self.kept: dict[bytes, Ints] = {}
@@ -299,6 +301,20 @@ def test_blocks_of_an_aborted_load_are_free_at_once_and_no_late_copy_reaches_the
     shop.serve()
     assert cached(story, 1) == 256 and story.outputs(1) == story.expected(1, 4)
     shop.assert_whole()
+
+
+def test_generations_count_as_the_arena_does() -> None:
+    """It has 32 bits for them, and whoever asks the store brings the region to the handle's one first."""
+    shop = Shop(generation=2**32 - 2).warm()
+    asked = set()
+    for number in range(3):
+        shop.story.submit(number, PROMPT, max_tokens=1)
+        shop.contains()
+        gets = shop.asked(Get)
+        asked |= {get.handle.generation for get in gets if isinstance(get, Get)}
+        shop.story.event(*map(shop.copy, gets))
+        shop.serve()
+    assert asked == {2**32 - 1, 0, 1}
 
 
 def test_regions_stay_until_the_step_that_reads_them() -> None:

@@ -111,8 +111,11 @@ def in_threads(seats: list[int], work: Callable[[int], torch.Tensor]) -> dict[in
     return results
 
 
-def spread(board: Board, placement: Placement, idle: int | None = None) -> dict[int, torch.Tensor]:
-    """Run every seat of the placement at once; `idle` takes placeholder steps."""
+def spread(
+    board: Board, placement: Placement, idle: int | None = None, begun: int = 0
+) -> dict[int, torch.Tensor]:
+    """Run every seat of the placement at once; `idle` takes placeholder steps. The epoch has `begun` so
+    many exchanges before."""
     node = board.arena.name.split("-")[1]
     seats = list(placement.seats)
     shape = Shape(80 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
@@ -124,6 +127,7 @@ def spread(board: Board, placement: Placement, idle: int | None = None) -> dict[
         region = Region(node, seat, 1, len(seats), shape, newcomer=False)
         own = region.enter(EPOCH, len(seats), lambda: False) if len(seats) > 1 else None
         exchange = Exchange(region, EPOCH, seats, own)
+        exchange._number = begun
         try:
             barrier.wait(60)
             exchange.connect(
@@ -158,6 +162,12 @@ def placement(ranks: int) -> Placement:
 def test_any_number_of_ranks_computes_the_same_bits(board: Board, ranks: int) -> None:
     for seat, logits in spread(board, placement(ranks)).items():
         assert torch.equal(logits, alone(seat)), f"seat {seat} of {ranks}"
+
+
+def test_an_epoch_outlives_the_numbers_of_its_exchanges(board: Board) -> None:
+    """They have 32 bits. All ranks would fall at once, weeks after the last change of the group."""
+    for seat, logits in spread(board, placement(2), begun=2**32 - 3).items():
+        assert torch.equal(logits, alone(seat)), f"seat {seat}"
 
 
 def test_after_a_loss_and_a_join(board: Board) -> None:

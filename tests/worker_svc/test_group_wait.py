@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from phalanx.protocol.board import Board, ProcessPhase
+from phalanx.protocol.board import ROUNDS, Board, ProcessPhase
 from phalanx.protocol.errors import EpochChanged, PhalanxError
 from phalanx.protocol.limits import EXCHANGE_DEADLINE_MS
 from phalanx.worker_svc import group as module
@@ -67,6 +67,25 @@ def test_a_wait_ends_with_the_epoch(board: Board, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EpochChanged):
         waits.group.enter(0)
     assert waits.row.phase is ProcessPhase.BUSY
+
+
+def test_an_epoch_outlives_the_numbers_of_its_rounds(board: Board) -> None:
+    """The word on the board has 32 bits for them, beside the epoch."""
+    ranks = [Group(board, seat, [0, 1], EPOCH, lambda: None) for seat in (0, 1)]
+    for rank in ranks:
+        rank.round = ROUNDS - 3
+    quick, slow = ranks
+    for vote in range(8):
+        assert not slow.peer_waits()
+        quick.post(vote)
+        assert slow.peer_waits() and not quick.complete() and quick.behind() == [1]
+        slow.post(vote + 10)
+        assert quick.complete() and slow.complete() and slow.behind() == []
+        for rank in ranks:
+            assert rank.votes() == [vote, vote + 10]
+    assert board.seats[0].posted == (EPOCH, 4)
+    board.seats[0].post(EPOCH + 2, 1, 0, 0)
+    assert slow.peer_waits(), "who is in a later epoch does not wait for this round's vote"
 
 
 @pytest.mark.parametrize("paused_s", [0, 120])
