@@ -24,6 +24,7 @@ from typing import Any
 
 from phalanx.bench.recovery_fault import Fault, open_to, status, strike
 from phalanx.bench.recovery_load import Load, Played, Sequence, play, requests
+from phalanx.bench.recovery_story import longest_gap, normal_ns, story
 from phalanx.protocol.config import NodeConfig, WorkerConfig
 from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.messages import EpochRecord, Inject, Injected
@@ -77,6 +78,7 @@ class Figures:
     compared: int = 0
     fault_free: list[float] = field(default_factory=list[float])  # longest gaps of the calm round
     losses: list[EpochRecord] = field(default_factory=list[EpochRecord])
+    worst: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # of each fault
     failed: str = ""  # why it ended early; the figures are of what was done
 
     def all(self, which: str) -> list[float]:
@@ -138,6 +140,7 @@ def run(
             name: _p50([getattr(record, name) for record in figures.losses])
             for name in ("detected_ms", "resumed_ms")
         },
+        "worst": figures.worst,
         "fault_free_gap_ms_max": _most(figures.fault_free),
         "pool_used_max": _most(figures.pool_used),
         "tokens_changed": figures.changed,
@@ -228,15 +231,20 @@ def _account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
     if rejoin is not None:
         figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
         figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
+    worst: dict[str, tuple[float, Sequence]] = {}
     for sequence in sequences:
         moved = (sequence.request_id, sequence.index) in fault.moved
         if sequence.spans(fault.struck_ns, loss.even_ns if loss else fault.struck_ns):
             found = gaps.moved if moved else gaps.survivors
-            found.append(_gap(sequence, fault.struck_ns, until_ns))
+            found.append(gap := _gap(sequence, fault.struck_ns, until_ns))
+            who = "moved" if moved else "survivor"
+            worst[who] = max(worst.get(who, (-1.0, sequence)), (gap, sequence), key=lambda w: w[0])
             if loss is not None:
                 _account_pause(sequence, fault.struck_ns, loss.even_ns, moved, figures)
         if rejoin is not None and sequence.spans(rejoin.odd_ns, rejoin.even_ns):
             figures.rejoin.append(_gap(sequence, rejoin.odd_ns, rejoin.even_ns))
+    told = {who: story(fault, sequence, until_ns) for who, (_, sequence) in worst.items()}
+    figures.worst.append({"victim": fault.victim, **told})
 
 
 def _account_pause(
@@ -259,10 +267,8 @@ def _begun(fault: Fault, sequences: list[Sequence]) -> list[float]:
 
 def _gap(sequence: Sequence, start_ns: int, end_ns: int) -> float:
     """Milliseconds beyond its normal step that the sequence stood still at most in this time."""
-    pairs = list(zip(sequence.times, sequence.times[1:], strict=False))
-    normal = median(after - before for before, after in pairs)
-    over = [after - before for before, after in pairs if before < end_ns and after > start_ns]
-    return max(0.0, max(over) - normal) / _MS
+    before_ns, after_ns = longest_gap(sequence, start_ns, end_ns)
+    return max(0.0, after_ns - before_ns - normal_ns(sequence)) / _MS
 
 
 def _compare(

@@ -6,13 +6,17 @@ import signal
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
+
+from phalanx.bench.recovery_cpu import CpuWatch, Use
 from phalanx.bench.recovery_watch import Change, EpochWatch
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.messages import ProcessStatus, StatusQuery, StatusReply
-from phalanx.protocol.queues import read_queues
+from phalanx.protocol.queues import read_queues, steps_done
 from phalanx.supervisor.ask import ask
 from phalanx.supervisor.processes import process_table
 
@@ -34,6 +38,12 @@ class Fault:
     whole_ns: int  # when the victim's successor was ready and all ranks ran
     died_ns: int  # when the victim was dead: of one that is stopped, when the node had noticed and killed it
     pool_used: float  # the fullest rank's share of KV blocks in use, when it came
+    # (request id, index) -> the seat where it ran, when it came and when all was whole again
+    before: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    after: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
+    # Seat -> the newest steps of its scheduler (`queues.STEP`)
+    steps: dict[int, npt.NDArray[Any]] = field(default_factory=dict[int, Any])
+    cpus: list[tuple[int, Use]] = field(default_factory=list[tuple[int, Use]])
 
 
 def open_to(run_dir: Path, kind: str, spent: Collection[str]) -> list[ProcessStatus]:
@@ -56,13 +66,14 @@ def strike(
     Returns (its name, what followed).
     """
     specs = {spec.name: spec for spec in process_table(config)}
-    with EpochWatch(config.node) as watch:
+    with EpochWatch(config.node, config.ranks) as watch, CpuWatch(victims[0].pid) as cpus:
         over.wait(delay_s)
+        cpus.begin()
         victim = rng.choice(victims)
         spec = specs[victim.name]
         queues = read_queues(config.node)
-        held = queues["requests"]
-        moved = {(r["request_id"], r["index"]) for r in held if r["slot"] == spec.seat}
+        before = _seats(queues)
+        moved = {name for name, seat in before.items() if seat == spec.seat}
         used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
         struck_ns = time.monotonic_ns()
         os.kill(victim.pid, SIGNALS[how])
@@ -79,11 +90,18 @@ def strike(
                 raise RuntimeError(f"{text}: {said}; {_state(run_dir)}")
             time.sleep(_POLL_S)
         whole_ns = time.monotonic_ns()
+        after = _seats(read_queues(config.node))
         died_ns = died_ns or whole_ns
         over.wait(_AFTER_S)
         changes = watch.changes(struck_ns)
+        steps = steps_done(config.node)
     whole_ns = changes[-1].even_ns if changes else whole_ns
-    return victim.name, Fault(spec.kind, struck_ns, moved, changes, whole_ns, died_ns, used)
+    figures = (spec.kind, struck_ns, moved, changes, whole_ns, died_ns, used)
+    return victim.name, Fault(*figures, before, after, steps, cpus.seen())
+
+
+def _seats(queues: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, int], int]:
+    return {(r["request_id"], r["index"]): r["slot"] for r in queues["requests"]}
 
 
 def status(run_dir: Path) -> StatusReply:

@@ -1,8 +1,10 @@
-"""When the group stopped and ran again, read from the board by a thread of the benchmark."""
+"""When the group stopped and ran again, and when each rank did its part, read from the board by a thread of the
+benchmark."""
 
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +21,10 @@ class Change:
     odd_ns: int
     published_ns: int
     even_ns: int
+    # Seat -> when it acknowledged STOP, GO, and came to its first round.
+    stopped: Mapping[int, int] = field(default_factory=dict[int, int])
+    ready: Mapping[int, int] = field(default_factory=dict[int, int])
+    entered: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True)
@@ -28,13 +34,16 @@ class Mark:
     at_ns: int
     epoch: int
     version: int
+    # Of each seat: the epochs of its answers to STOP and GO, and that of the round that it posted last.
+    seats: tuple[tuple[int, int, int], ...] = ()
 
 
 class EpochWatch:
     """Notes every change of the epoch word and of the topology while it is entered."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, ranks: int) -> None:
         self._board = Board.attach(node)
+        self._seats = self._board.seats[:ranks]
         self._marks: list[Mark] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -54,11 +63,13 @@ class EpochWatch:
         self._board.close()
 
     def _watch(self) -> None:
-        epoch, version = -1, -1
+        last: tuple[object, ...] = ()
+        board, rows = self._board, self._seats
         while not self._end.is_set():
-            if (now := (self._board.epoch, self._board.topology_version)) != (epoch, version):
-                epoch, version = now
-                self._marks.append(Mark(time.monotonic_ns(), epoch, version))
+            seats = tuple([(row.stop_ack, row.go_ack, row.posted[0]) for row in rows])
+            if (now := (board.epoch, board.topology_version, seats)) != last:
+                last = now
+                self._marks.append(Mark(time.monotonic_ns(), *now))
             time.sleep(_POLL_S)
 
     def changes(self, since_ns: int) -> list[Change]:
@@ -103,7 +114,23 @@ def changes_in(marks: list[Mark], since_ns: int) -> list[Change]:
         elif odd is not None and mark.version != before.version:
             published_ns = mark.at_ns
         if odd is not None and mark.epoch % 2 == 0:
-            found.append(Change(odd.at_ns, published_ns, mark.at_ns))
+            firsts = _firsts(marks[marks.index(odd) :], mark.epoch)
+            found.append(Change(odd.at_ns, published_ns, mark.at_ns, *firsts))
             odd = None
         before = mark
     return found
+
+
+def _firsts(marks: list[Mark], epoch: int) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """Seat -> when it first said that it has stopped for this epoch, that it is ready for it, that it runs it."""
+    stopped, ready, entered = dict[int, int](), dict[int, int](), dict[int, int]()
+    for mark in marks:
+        for seat, (stop, go, posted) in enumerate(mark.seats):
+            for first, said in (
+                (stopped, stop == epoch - 1),
+                (ready, go == epoch),
+                (entered, posted == epoch),
+            ):
+                if said:
+                    first.setdefault(seat, mark.at_ns)
+    return stopped, ready, entered

@@ -22,8 +22,8 @@ from phalanx.protocol.arena import SHM, Arena, arena_name, names
 from phalanx.protocol.errors import ArenaError
 from phalanx.protocol.steps import read_rings
 
-LAYOUT_VERSION = 5
-STEP_TIMES = 4096  # step times kept
+LAYOUT_VERSION = 6
+STEP_TIMES = 4096  # steps remembered
 _US_MAX = 2**32 - 1  # a node that was paused for more than an hour took longer
 REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
 STEPS_SHOWN = 256  # `phalanx queues` speaks of that many
@@ -62,7 +62,17 @@ HEADER = np.dtype(
         ("total_blocks", "<i4"),  # block 0 left out, here and in free_blocks
         ("free_slots", "<i4"),
         ("total_slots", "<i4"),
-        ("steps", "<u8"),  # steps done; the newest STEP_TIMES of them are in `step_us`
+        ("steps", "<u8"),  # steps done; the newest STEP_TIMES of them are in `done`
+    ]
+)
+STEP = np.dtype(
+    [
+        ("done_ns", "<u8"),  # CLOCK_MONOTONIC: when its tokens were on their way to the gateway
+        # What the streams wait for: since its plan was sent, or the step before it done if that was later.
+        ("us", "<u4"),
+        ("worker_us", "<u4"),  # of these, in the worker, waits for its peers included
+        ("rows", "<u4"),
+        ("prompt_rows", "<u4"),  # of these, of prompts
     ]
 )
 COLUMNS: tuple[tuple[str, str], ...] = (
@@ -92,6 +102,7 @@ COLUMNS: tuple[tuple[str, str], ...] = (
 )
 assert HEADER.fields is not None
 _COUNTS, _COUNTS_AT = Struct("<6i"), HEADER.fields["waiting"][1]
+_STEP = Struct("<Q4I")
 _HEADER_BYTES = -(-HEADER.itemsize // _ALIGN) * _ALIGN
 
 
@@ -103,15 +114,14 @@ def queue_bytes(rows: int) -> int:
     """Size of the region for `rows` sequences."""
     columns = sum(_column_bytes(dtype, rows) for _, dtype in COLUMNS)
     ids = _column_bytes("u1", rows * REQUEST_ID_BYTES)
-    return _HEADER_BYTES + columns + ids + _column_bytes("<u4", STEP_TIMES)
+    return _HEADER_BYTES + columns + ids + STEP.itemsize * STEP_TIMES
 
 
 class QueueTable:
     """Typed views of the region: `header` (one record), a column for each field, `request_ids`.
 
     Columns are int32 [rows] unless `COLUMNS` says otherwise; `request_ids` is uint8 [rows, 16];
-    `step_us` is a ring, uint32 [STEP_TIMES], of what the streams wait for: from a step's plan, or the
-    end of the step before it if that is later, until its tokens are on their way to the gateway.
+    `done` is a ring, STEP [STEP_TIMES], of the steps that are done.
     """
 
     state: npt.NDArray[np.uint8]
@@ -150,23 +160,33 @@ class QueueTable:
         ids = np.frombuffer(data, np.uint8, rows * REQUEST_ID_BYTES, at)
         self.request_ids = ids.reshape(rows, REQUEST_ID_BYTES)
         at += _column_bytes("u1", rows * REQUEST_ID_BYTES)
-        self.step_us: npt.NDArray[np.uint32] = np.frombuffer(data, np.uint32, STEP_TIMES, at)
+        self._done_at = at
+        self.done: npt.NDArray[Any] = np.frombuffer(data, STEP, STEP_TIMES, at)
 
     def describe(self, epoch: int, *counts: int) -> None:
         """The header's fields from `waiting` to `total_slots`, and the epoch."""
         _COUNTS.pack_into(self._bytes, _COUNTS_AT, *counts)
         self._epoch[0] = epoch
 
-    def note_step(self, us: int) -> None:
+    def note_step(self, done_ns: int, us: int, worker_us: int, rows: int, prompt_rows: int) -> None:
+        """The fields of STEP."""
         steps = self.header["steps"]
-        self.step_us[int(steps[0]) % STEP_TIMES] = min(us, _US_MAX)
+        at = self._done_at + int(steps[0]) % STEP_TIMES * _STEP.size
+        _STEP.pack_into(
+            self._bytes, at, done_ns, min(us, _US_MAX), min(worker_us, _US_MAX), rows, prompt_rows
+        )
         steps[0] += 1
 
-    def step_times(self, newest: int = STEP_TIMES) -> npt.NDArray[np.uint32]:
-        """Of the last steps, at most `newest`, oldest first."""
+    def steps_done(self, newest: int = STEP_TIMES) -> npt.NDArray[Any]:
+        """STEP of the last steps, at most `newest`, oldest first."""
         steps = int(self.header["steps"][0])
         at = np.arange(steps - min(newest, steps, STEP_TIMES), steps) % STEP_TIMES
-        return self.step_us[at]
+        return self.done[at]
+
+    def step_times(self, newest: int = STEP_TIMES) -> npt.NDArray[np.uint32]:
+        """`us` of the last steps, at most `newest`, oldest first."""
+        times: npt.NDArray[np.uint32] = self.steps_done(newest)["us"]
+        return times
 
     @classmethod
     def create(cls, data: memoryview, rows: int, seat: int, incarnation: int) -> "QueueTable":
@@ -224,13 +244,22 @@ def count_held(node: str, seats: Collection[int]) -> int:
 
 def step_times(node: str, seat: int) -> tuple[int, npt.NDArray[np.uint32]]:
     """(steps done, microseconds of the newest ones) of a seat's scheduler; (0, none) without one."""
-    for name in _live_arenas(node):
-        with Arena.attach(name) as arena:
-            rows = int(np.frombuffer(arena.data[:_HEADER_BYTES], HEADER, 1)[0]["rows"])
-            table = QueueTable(memoryview(bytes(arena.data)), rows)
-        if int(table.header[0]["seat"]) == seat:
-            return int(table.header[0]["steps"]), table.step_times()
+    for name in _live_arenas(node, [seat]):
+        table = _copied_table(name)
+        return int(table.header[0]["steps"]), table.step_times()
     return 0, np.empty(0, np.uint32)
+
+
+def steps_done(node: str) -> dict[int, npt.NDArray[Any]]:
+    """STEP of the newest steps, oldest first, of each seat's scheduler."""
+    tables = map(_copied_table, _live_arenas(node))
+    return {int(table.header[0]["seat"]): table.steps_done() for table in tables}
+
+
+def _copied_table(name: str) -> QueueTable:
+    with Arena.attach(name) as arena:
+        rows = int(np.frombuffer(arena.data[:_HEADER_BYTES], HEADER, 1)[0]["rows"])
+        return QueueTable(memoryview(bytes(arena.data)), rows)
 
 
 def _live_arenas(node: str, seats: Collection[int] | None = None) -> list[str]:

@@ -228,6 +228,13 @@ class Scheduler:
         """A plan is under way: its result is the next thing to wait for."""
         return bool(self.flights)
 
+    def rows_of(self, seq: int) -> tuple[int, int]:
+        """(rows, those of prompts) of a plan under way."""
+        for flight in self.flights:
+            if flight.seq == seq:
+                return flight.num_rows, sum([chunk.count for chunk in flight.chunks])
+        return 0, 0
+
     @property
     def listens(self) -> bool:
         """The worker may say something at any moment."""

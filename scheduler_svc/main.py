@@ -88,8 +88,9 @@ class Shell:
         self._topology_version = -1
         self._gateway: int | None = None
         self._hello_due_ns = 0
-        self._sent_ns: dict[int, int] = {}  # when each plan under way was sent
-        self._running_ns: list[int] = []  # since when the steps that are done now were running
+        self._sent: dict[int, tuple[int, int, int]] = {}  # plans under way: when, rows, prompt rows
+        # Steps that are done now: since when they ran, us in the worker, rows, prompt rows.
+        self._ran: list[tuple[int, int, int, int]] = []
         self._staging: Arena | None = None  # for what the KV store reads back; one for each worker
         self._stagings = 0
         self._done_ns = 0  # when the tokens of the last step were sent
@@ -209,12 +210,11 @@ class Shell:
             self.core.handle(message, now_ns)
             self.service.row.advance()
             if isinstance(message, WorkerHello):
-                self._sent_ns.clear()
+                self._sent.clear()
                 self._worker_ready(message, now_ns)
-            elif isinstance(message, StepResult) and (
-                sent_ns := self._sent_ns.pop(message.seq, None)
-            ):
-                self._running_ns.append(max(sent_ns, self._done_ns))
+            elif isinstance(message, StepResult) and (sent := self._sent.pop(message.seq, None)):
+                since_ns, rows, prompt_rows = max(sent[0], self._done_ns), *sent[1:]
+                self._ran.append((since_ns, message.step_us, rows, prompt_rows))
         return bool(messages)
 
     def _worker_ready(self, hello: WorkerHello, now_ns: int) -> None:
@@ -268,7 +268,7 @@ class Shell:
             failpoint("scheduler.plan.before_send")
             self.seat.send(plan)
             failpoint("scheduler.plan.after_send")
-            self._sent_ns[plan.seq] = time.monotonic_ns()
+            self._sent[plan.seq] = (time.monotonic_ns(), *self.core.rows_of(plan.seq))
         for message in actions.gateway:
             if isinstance(message, Tokens):
                 failpoint("scheduler.tokens.before_send")
@@ -276,7 +276,7 @@ class Shell:
             send(self.bus, encode(message))
             if isinstance(message, Tokens):
                 failpoint("scheduler.tokens.after_send")
-        if self._running_ns:
+        if self._ran:
             self._note_steps()
         unsent = [r for r in self.core.store_step(now_ns) if not self._ask_store(r)]
         for request in unsent:
@@ -292,11 +292,12 @@ class Shell:
         return send(self.store, encode(request))
 
     def _note_steps(self) -> None:
-        """How long the steps took whose tokens have just left."""
-        self._done_ns = time.monotonic_ns()
-        for since_ns in self._running_ns:
-            self.core.table.columns.note_step((self._done_ns - since_ns) // 1000)
-        self._running_ns.clear()
+        """Of the steps whose tokens have just left."""
+        self._done_ns = done_ns = time.monotonic_ns()
+        for since_ns, worker_us, *rows in self._ran:
+            us = (done_ns - since_ns) // 1000
+            self.core.table.columns.note_step(done_ns, us, worker_us, *rows)
+        self._ran.clear()
 
     def _watch_topology(self, now_ns: int) -> None:
         board = self.service.board

@@ -5,18 +5,22 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from lateness import Lateness
 
 from phalanx.bench import recovery, recovery_fault
 from phalanx.bench.recovery import Figures, _account, _compare, run
+from phalanx.bench.recovery_cpu import used
 from phalanx.bench.recovery_fault import Fault
 from phalanx.bench.recovery_load import LONG_PROMPT, Load, Played, Sequence, requests
+from phalanx.bench.recovery_story import story
 from phalanx.bench.recovery_watch import Change, Mark, changes_in, members_of
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.limits import HANG_MS
 from phalanx.protocol.messages import ProcessStatus, Sampling, StatusReply
+from phalanx.protocol.queues import STEP
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Spec
 from phalanx.supervisor.commands.bench import bench
@@ -44,6 +48,83 @@ def test_a_change_that_was_slept_through_is_not_taken_for_the_next_one() -> None
     marks = [Mark(5, 2, 2), Mark(20, 4, 4), Mark(30, 5, 4), Mark(33, 5, 6), Mark(34, 6, 6)]
     assert changes_in(marks, 7) == [Change(20, 20, 20), Change(30, 33, 34)]
     assert changes_in(marks, 25) == [Change(30, 33, 34)]
+
+
+def test_a_change_tells_when_each_rank_did_its_part() -> None:
+    """Seat 1 falls, and comes back with answers to none of this."""
+    marks = [
+        Mark(5, 2, 2, ((1, 2, 2), (1, 2, 2), (1, 2, 2))),
+        Mark(10, 3, 2, ((1, 2, 2), (1, 2, 2), (1, 2, 2))),
+        Mark(11, 3, 2, ((1, 2, 2), (1, 2, 2), (3, 2, 2))),
+        Mark(12, 3, 2, ((3, 2, 2), (1, 2, 2), (3, 2, 2))),
+        Mark(14, 3, 4, ((3, 4, 2), (0, 0, 2), (3, 2, 2))),
+        Mark(15, 3, 4, ((3, 4, 2), (0, 0, 2), (3, 4, 2))),
+        Mark(16, 4, 4, ((3, 4, 2), (0, 0, 2), (3, 4, 2))),
+        Mark(17, 4, 4, ((3, 4, 4), (0, 0, 2), (3, 4, 2))),
+        Mark(19, 4, 4, ((3, 4, 4), (0, 0, 2), (3, 4, 4))),
+    ]
+    (change,) = changes_in(marks, 7)
+    assert change == Change(10, 14, 16, {0: 12, 2: 11}, {0: 14, 2: 15}, {0: 17, 2: 19})
+
+
+def test_the_story_of_a_pause() -> None:
+    """A step is abandoned, one of rank 2 carries the prompt of who moved: the longest gap is told by its parts."""
+    ms = 1_000_000
+    change = Change(104 * ms, 110 * ms, 120 * ms, {0: 105 * ms}, {0: 111 * ms}, {0: 121 * ms})
+    steps = {
+        0: np.array(
+            [
+                (90 * ms, 30_000, 29_000, 4, 0),
+                (106 * ms, 16_000, 0, 4, 0),
+                (160 * ms, 40_000, 38_000, 4, 0),
+                (195 * ms, 35_000, 33_000, 4, 0),
+            ],
+            STEP,
+        ),
+        2: np.array([(161 * ms, 40_000, 39_000, 132, 128)], STEP),
+    }
+    names = {("here", 0): 0, ("moved", 0): 1}
+    fault = Fault("worker", 100 * ms, {("moved", 0)}, [change], 400 * ms, 101 * ms, 0.5, names,
+                  {**names, ("moved", 0): 2}, steps)  # fmt: skip
+    times = [at * ms for at in (30, 60, 91, 165, 200)]
+    told = story(fault, Sequence(0, 0, "here", 0, [7] * 5, times, "length"), 300 * ms)
+    assert (told["gap_ms"], told["normal_ms"], told["before"], told["after"]) == (41, 33, -9, 65)
+    assert (told["rank"], told["rank_after"], told["delivery_ms"]) == (0, 0, 5)
+    assert told["changes"] == [
+        {
+            "stop": 4,
+            "stopped": {0: 5},
+            "published": 10,
+            "ready": {0: 11},
+            "go": 20,
+            "entered": {0: 21},
+        }
+    ]
+    assert [
+        (s["rank"], s["began"], s["done"], s["worker_ms"], s["prompt_rows"]) for s in told["steps"]
+    ] == [
+        (0, -10, 6, 0, 0),
+        (0, 20, 60, 38, 0),
+        (2, 21, 61, 39, 128),
+        (0, 60, 95, 33, 0),
+    ]
+    told = story(
+        fault, Sequence(1, 0, "moved", 0, [7] * 3, [80 * ms, 95 * ms, 250 * ms], "length"), 300 * ms
+    )
+    assert (told["rank"], told["rank_after"], told["delivery_ms"]) == (1, 2, 89)
+
+
+def test_cpu_time_is_of_the_looks_around_a_pause() -> None:
+    ms = 1_000_000
+    seen = [
+        (10 * ms, {"a 1": (5 * ms, 0), "b 2": (7 * ms, 7 * ms)}),
+        (20 * ms, {"a 1": (6 * ms, 0), "b 2": (7 * ms, 8 * ms)}),
+        (30 * ms, {"a 1": (9 * ms, 2 * ms), "b 2": (7 * ms, 8 * ms), "c 3": (4 * ms, 0)}),
+        (40 * ms, {"a 1": (99 * ms, 0)}),
+    ]
+    assert used(seen, 21 * ms, 29 * ms) == {"a 1": [3, 2], "c 3": [4, 0]}
+    assert used(seen, 5 * ms, 15 * ms) == {"a 1": [1, 0], "b 2": [0, 1]}
+    assert used([], 5 * ms, 15 * ms) == {}
 
 
 def test_a_group_is_whole_when_it_runs_not_when_it_is_told_of() -> None:

@@ -24,6 +24,8 @@ from phalanx.protocol.queues import (
     queue_arena_name,
     queue_bytes,
     read_queues,
+    step_times,
+    steps_done,
 )
 from phalanx.protocol.steps import Link
 
@@ -90,7 +92,7 @@ def test_the_documented_fields(node: str) -> None:
         table.prompt_tokens[2], table.output_tokens[2], table.max_tokens[2] = 11, 12, 13
         table.blocks[2], table.cached_tokens[2], table.preemptions[2] = 2, 0, 1
         for us in (10, 30, 20):
-            table.note_step(us)
+            table.note_step(0, us, 0, 1, 0)
         seen = read_queues(node)
         del table, header
     assert seen["ranks"] == [
@@ -127,19 +129,34 @@ def test_the_documented_fields(node: str) -> None:
     }
 
 
-def test_step_times_are_of_the_newest_steps() -> None:
+def test_steps_are_the_newest_ones() -> None:
     table = QueueTable(memoryview(bytearray(queue_bytes(ROWS))), ROWS)
     for us in range(STEP_TIMES + 7):
-        table.note_step(us)
+        table.note_step(10 * us, us, us // 2, 5, 3)
     assert table.step_times().tolist() == list(range(7, STEP_TIMES + 7))
     assert table.step_times(3).tolist() == [STEP_TIMES + 4, STEP_TIMES + 5, STEP_TIMES + 6]
+    us = STEP_TIMES + 6
+    assert table.steps_done(1).tolist() == [(10 * us, us, us // 2, 5, 3)]
+
+
+def test_the_steps_of_every_seat(node: str) -> None:
+    held = [make(node, 0, 1), make(node, 2, 4)]
+    held[1][1].note_step(1000, 10, 5, 7, 4)
+    seen = steps_done(node)
+    assert step_times(node, 2)[0] == 1 and step_times(node, 1)[0] == 0
+    assert {seat: steps.tolist() for seat, steps in seen.items()} == {
+        0: [],
+        2: [(1000, 10, 5, 7, 4)],
+    }
+    for arena, _ in held:
+        arena.close()
 
 
 def test_a_step_of_hours_is_the_longest_that_can_be_told() -> None:
     """A node that was paused for 72 minutes: its schedulers do not end over a figure for people."""
     table = QueueTable(memoryview(bytearray(queue_bytes(ROWS))), ROWS)
-    table.note_step(2**32 + 5)
-    assert table.step_times().tolist() == [2**32 - 1]
+    table.note_step(1, 2**32 + 5, 2**32 + 4, 2, 0)
+    assert table.steps_done().tolist() == [(1, 2**32 - 1, 2**32 - 1, 2, 0)]
 
 
 def test_only_the_latest_live_incarnation_of_each_seat(node: str) -> None:
