@@ -21,6 +21,7 @@ from phalanx.protocol.topology import Proposal, Topology
 _GLOBAL_BYTES = 256
 _SEAT_BYTES = 256
 _PROCESS_BYTES = 128
+_SUPERVISOR_BEAT = 8  # u64 of the global bytes, in a cache line of its own
 _MARK_AT = 64  # in a process's bytes
 _SEATS_AT = _GLOBAL_BYTES
 _PROCESSES_AT = _SEATS_AT + MAX_SEATS * _SEAT_BYTES
@@ -128,6 +129,15 @@ class Board:
         self._epoch.value = epoch
         for seat in seats:
             self.seats[seat].bell.ring()
+
+    @property
+    def supervisor_beat_ns(self) -> int:
+        """CLOCK_MONOTONIC of the supervisor's last turn; 0 before the first."""
+        return self._u64[_SUPERVISOR_BEAT]
+
+    @supervisor_beat_ns.setter
+    def supervisor_beat_ns(self, now_ns: int) -> None:
+        self._u64[_SUPERVISOR_BEAT] = now_ns
 
     def publish(self, topology: Topology) -> None:
         """Supervisor only: replace the topology."""

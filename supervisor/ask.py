@@ -21,7 +21,9 @@ from phalanx.protocol.messages import (
     Shutdown,
     StatusQuery,
 )
+from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint, is_running
+from phalanx.supervisor.lock import read_pid
 
 R = TypeVar("R")
 
@@ -85,8 +87,24 @@ def ask(
                     return message
                 if isinstance(message, Error):
                     raise _ERRORS.get(message.code, PhalanxError)(message.message)
-        path = run_dir / SUPERVISOR_SOCKET
-        gone = "" if path.exists() else f": its socket {path} is gone"
-        raise NoAnswer(f"the supervisor in {run_dir} did not answer within {timeout_s:g} s{gone}")
+        raise NoAnswer(
+            f"the supervisor in {run_dir} did not answer within {timeout_s:g} s: {_why_silent(run_dir)}"
+        )
     finally:
         socket.close()
+
+
+def _why_silent(run_dir: Path) -> str:
+    """What keeps a supervisor that lives from answering, and what to do."""
+    path, pid = run_dir / SUPERVISOR_SOCKET, read_pid(run_dir)
+    if not path.exists():
+        return f"its socket {path} is gone"
+    found = Looks(pid).inspect(time.monotonic_ns())
+    if found is None:
+        return "nobody knows its pid"
+    if found[0] == "T":
+        return f"a signal has stopped it; `kill -CONT {pid}` lets it go on"
+    return (
+        f"pid {pid} is in state {found[0]}; if that lasts, `kill -9 {pid}` ends the node, and `phalanx up` goes"
+        " on with its requests"
+    )

@@ -26,6 +26,7 @@ from phalanx.protocol.messages import (
     Scrubbed,
     TopologyChanged,
 )
+from phalanx.protocol.patience import Patience
 from phalanx.supervisor.blame import awaited
 from phalanx.supervisor.changes import Changes
 from phalanx.supervisor.events import (
@@ -57,7 +58,6 @@ from phalanx.supervisor.events import (
     Troubled,
 )
 from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
-from phalanx.supervisor.patience import Patience
 from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.restart import RestartPolicy

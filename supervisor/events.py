@@ -79,7 +79,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Answer to Inspect, see `supervisor/proc.py`. `state` as in /proc/PID/stat ("R" if any thread runs);
+    """Answer to Inspect, see `protocol/proc.py`. `state` as in /proc/PID/stat ("R" if any thread runs);
     `waited_ns` is the time its threads have spent runnable but without a CPU, since they started; `asleep_ns`
     the longest sleep in state D that one of them is in."""
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from phalanx.protocol.limits import GO_ACK_MS, STOP_ACK_MS
 from phalanx.protocol.messages import EpochRecord
+from phalanx.protocol.patience import Patience
 from phalanx.protocol.topology import Seat, SeatState, Topology
 from phalanx.supervisor.events import AcksSeen, Action, CountStranded, Publish, SetEpoch, Tell
-from phalanx.supervisor.patience import Patience
 
 _MS = 1_000_000
 RECORDS_MAX = 1000  # membership changes remembered for `phalanx epochs`

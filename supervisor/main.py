@@ -212,7 +212,7 @@ class Node:
         try:
             while self._finished is None:
                 self._listen()
-                now_ns = time.monotonic_ns()
+                now_ns = self._board.supervisor_beat_ns = time.monotonic_ns()
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:
                     self._events.extend(self._watch.observe())
                     observed_ns = now_ns

@@ -17,8 +17,8 @@ from phalanx.protocol.limits import (
     SUSPECT_MS,
     TOLD_MS,
 )
+from phalanx.protocol.patience import Patience
 from phalanx.supervisor.events import Observed
-from phalanx.supervisor.patience import Patience
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.restart import RestartPolicy
 

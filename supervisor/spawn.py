@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import LOG_DIR, open_output
 from phalanx.protocol.service import Turn
-from phalanx.supervisor.proc import Looks
 from phalanx.supervisor.processes import ProcessSpec
 
 _TAIL_BYTES = 64 << 10

@@ -35,6 +35,7 @@ PURE = {
     "delivery.py",
     "entries.py",
     "history.py",
+    "overseer.py",
     "replays.py",
     "scrub.py",
     "kept.py",

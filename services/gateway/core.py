@@ -137,6 +137,7 @@ class Core:
         self._fingerprint = ""
         self._epoch = 0
         self._health = HealthUpdate(False, 0, ("the node is starting",))
+        self._overseen = ""  # what is wrong with the supervisor, which says all the rest
         self._closed: End | None = None  # the end of everything that is still open at shutdown
         self._tick_at_ns = self._alive_at_ns = now_ns
         self._accepted = self._refused = self._sequences = 0
@@ -385,7 +386,9 @@ class Core:
             reasons += ("the node is shutting down",)
         if self.lacks and self.lacks not in reasons:  # the supervisor was told, and tells it again
             reasons += (self.lacks,)
-        healthy = health.healthy and not draining and not self.lacks
+        if self._overseen:
+            reasons += (self._overseen,)
+        healthy = health.healthy and not (draining or self.lacks or self._overseen)
         ended = tuple(quiet for quiet in asked.quiet if self._told_all(client, quiet))
         incarnation, model = self._settings.incarnation, self._model.name
         return HealthReply(asked.call, healthy, incarnation, self._epoch, model, reasons, ended)
@@ -452,6 +455,10 @@ class Core:
     def on_health(self, update: HealthUpdate) -> None:
         self._health = update
         self._epoch = max(self._epoch, update.epoch)
+
+    def on_supervisor(self, wrong: str) -> None:
+        """What is wrong with the supervisor itself, for people; empty: nothing."""
+        self._overseen = wrong
 
     def _on_hello(self, peer: bytes, hello: Hello, now_ns: int) -> None:
         self._to_bus(peer, Welcome(self._settings.incarnation))

@@ -37,12 +37,14 @@ from phalanx.protocol.messages import (
     Submit,
     Trouble,
 )
+from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, endpoint
 from phalanx.protocol.service import Service
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Accept, Finish
 from phalanx.services.gateway.journal import Journal, JournalWriter
+from phalanx.services.gateway.overseer import LOOK_NS, Overseer
 from phalanx.services.model_limits import read_model
 
 MS = 1_000_000
@@ -68,6 +70,9 @@ class Gateway:
         self._failure = ""  # why the journal cannot be written
         self._probe_at_ns = self._say_at_ns = 0
         self._said_lacking = False
+        self._overseer, self._oversee_at_ns = Overseer(time.monotonic_ns()), 0
+        self._supervisor_hangs = False
+        self._looks = Looks(os.getppid())
         self.clients = bind_router(endpoint(run_dir, CLIENT_SOCKET), MESSAGE_BYTES_MAX)
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.journal, self._waker = thread_pair("journal")
@@ -135,6 +140,17 @@ class Gateway:
         trouble = Trouble(self._service.name, self._service.incarnation, text)
         send(self._service.supervisor, encode(trouble))
 
+    def _look_at_supervisor(self, now_ns: int) -> None:
+        if now_ns < self._oversee_at_ns:
+            return
+        self._oversee_at_ns = now_ns + LOOK_NS
+        beat_ns = self._service.board.supervisor_beat_ns
+        wrong = self._overseer.look(beat_ns, now_ns, lambda: self._looks.inspect(now_ns))
+        if bool(wrong) != self._supervisor_hangs:
+            self._supervisor_hangs = bool(wrong)
+            self._service.log.warning("supervisor", text=wrong or "it lives")
+        self._core.on_supervisor(wrong)
+
     def on_supervisor(self, message: FromSupervisor) -> None:
         match message:
             case HealthUpdate():
@@ -153,6 +169,7 @@ class Gateway:
         """Let the core act on what came, and carry out what it says."""
         self._look_at_topology()
         self._look_at_journal(now_ns)
+        self._look_at_supervisor(now_ns)
         self._core.turn(now_ns)
         for peer, message in self._core.take_bus():
             if isinstance(message, Submit):

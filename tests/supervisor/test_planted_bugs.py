@@ -9,6 +9,7 @@ import pytest
 
 from e2e.draws import drawn
 from phalanx.protocol.errors import Code, ExitCode
+from phalanx.protocol.patience import Patience
 from phalanx.supervisor.changes import Changes, Scaling
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
@@ -21,7 +22,6 @@ from phalanx.supervisor.events import (
     Resized,
 )
 from phalanx.supervisor.group import Group, GroupPhase
-from phalanx.supervisor.patience import Patience
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Process
 from phalanx.supervisor.restart import RestartPolicy

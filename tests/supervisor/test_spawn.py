@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from supervisor.node import until
 
+from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import LOG_DIR
 from phalanx.protocol.service import Turn
-from phalanx.supervisor.proc import Looks
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child, Spawner, last_words
 
