@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.supervisor.processes import ProcessSpec
 
 _TAIL_BYTES = 64 << 10
 _WORDS_MAX = 500  # characters
+_END_S = 1.0  # for those that were killed to be gone, when the node ends
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -74,6 +76,7 @@ class Spawner:
         # By their names: started, imported, waiting to be told whose turn they take.
         self._standbys: dict[str, Child] = {}
         self._unstarted: list[tuple[str, int, str]] = []
+        self._ending: list[subprocess.Popen[bytes]] = []  # killed, not reaped yet
 
     def spawn(self, spec: ProcessSpec, incarnation: int) -> Child:
         """Raises OSError when the system has no room for another process."""
@@ -81,7 +84,7 @@ class Spawner:
         if standby is not None:
             if self._set_going(standby, spec, incarnation):
                 return standby
-            _discard(standby)
+            self._discard(standby)
         return self._start(spec, incarnation)
 
     def prepare(self, spec: ProcessSpec) -> None:
@@ -96,18 +99,19 @@ class Spawner:
     def ended_standbys(self) -> list[tuple[str, int, str]]:
         """(name, exit code or minus the signal, last words) of those that died while they waited, or could
         not be started, since this was asked last."""
+        self._ending = [process for process in self._ending if process.poll() is None]
         ended, self._unstarted = self._unstarted, []
         for name, standby in list(self._standbys.items()):
             if (code := standby.process.poll()) is not None:
                 del self._standbys[name]
-                _discard(standby)
+                self._discard(standby)
                 ended.append((name, code, last_words(self._run_dir, standby)))
         return ended
 
     def forget_standbys(self) -> None:
         """What is started from now on is to be started from what lies on the disk now."""
         for standby in self._standbys.values():
-            _discard(standby)
+            self._discard(standby)
         self._standbys.clear()
 
     def _set_going(self, standby: Child, spec: ProcessSpec, incarnation: int) -> bool:
@@ -136,12 +140,17 @@ class Spawner:
             with open_output(out) as log:
                 start = log.tell()
                 process = self._popen(spec, incarnation, death_write, log.fileno(), standby)
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:  # nobody would know of it
+                self._kill(process)
+                raise
         except BaseException:
             os.close(death_read)
             raise
         finally:
             os.close(death_write)  # only the child holds it now: its death is the end of file
-        return Child(spec, incarnation, process, death_read, os.pidfd_open(process.pid), out, start)
+        return Child(spec, incarnation, process, death_read, pidfd, out, start)
 
     def _popen(
         self, spec: ProcessSpec, incarnation: int, death_fd: int, output: int, standby: bool
@@ -173,15 +182,24 @@ class Spawner:
 
     def close(self) -> None:
         self.forget_standbys()
+        until = time.monotonic() + _END_S
+        for process in self._ending:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
         os.close(self._life_read)
         os.close(self._life_write)
 
+    def _discard(self, standby: Child) -> None:
+        self._kill(standby.process)
+        os.close(standby.death_fd)
+        os.close(standby.pidfd)
 
-def _discard(standby: Child) -> None:
-    standby.process.kill()
-    standby.process.communicate()
-    os.close(standby.death_fd)
-    os.close(standby.pidfd)
+    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """It is not waited for: one that sleeps in the kernel ends when the kernel lets it."""
+        process.kill()
+        if process.stdin is not None:
+            process.stdin.close()
+        self._ending.append(process)
 
 
 def last_words(run_dir: Path, child: Child) -> str:

@@ -1,10 +1,13 @@
 """What one child is given, what it leaves behind in words, and what the kernel says of a silent one."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -187,3 +190,72 @@ def test_a_standby_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.Monkey
         waiting = prepared()
         spawner.close()
         assert not Path(f"/proc/{waiting}").exists()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def spawner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawner]:
+    """What it starts reads nothing and does not end."""
+
+    def sleep(self: Spawner, *arguments: object) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE)
+
+    monkeypatch.setattr(Spawner, "_popen", sleep)
+    read, write = os.pipe()
+    made = Spawner(tmp_path, read)
+    yield made
+    made.close()
+    os.close(read)
+    os.close(write)
+
+
+def sleeper(standby: str = "") -> ProcessSpec:
+    return ProcessSpec("kvstore", "kvstore", "m", 0, standby=standby)
+
+
+def test_a_child_that_cannot_be_watched_is_not_left_running(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file is left for its pidfd: it would live untracked, beside the next incarnation."""
+    pids: list[int] = []
+
+    def no_more_files(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", no_more_files)
+    before = open_files()
+    with pytest.raises(OSError, match="Too many open files"):
+        spawner.spawn(sleeper(), 1)
+    assert open_files() == before
+    (pid,) = pids
+    until(lambda: state_of(pid) in ("Z", ""))
+    spawner.ended_standbys()
+    assert state_of(pid) == "", "reaped"
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def test_a_standby_that_does_not_end_at_once_is_not_waited_for(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sleeps in the kernel: the supervisor would look at nothing else meanwhile."""
+    spawner.prepare(sleeper("kvstore-next"))
+    (standby,) = spawner._standbys.values()
+    monkeypatch.setattr(standby.process, "kill", lambda: None)  # as long as the kernel keeps it
+    before = time.monotonic()
+    spawner.forget_standbys()
+    assert time.monotonic() - before < 1
+    assert spawner.ended_standbys() == [] and state_of(standby.pid) not in ("Z", "")
+    os.kill(standby.pid, signal.SIGKILL)
+    until(lambda: state_of(standby.pid) == "Z")
+    spawner.ended_standbys()
+    assert state_of(standby.pid) == ""
