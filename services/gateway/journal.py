@@ -14,40 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from phalanx.protocol import faults
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.log import Logger
-from phalanx.protocol.messages import Final
-from phalanx.services.gateway.entries import (
-    Accept,
-    Again,
-    Alive,
-    Entry,
-    Finish,
-    Forget,
-    Op,
-    Produced,
-    Recovered,
-    Scored,
-    Stamp,
-)
+from phalanx.services.gateway import journal_rows as rows
+from phalanx.services.gateway.entries import Accept, Op, Recovered
 
-VERSION = 3  # 1 had no table of tokens, 2 none of scores
 _KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
 _ROOM_BYTES = 1 << 20  # must be free for a journal that failed to count as well again
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS requests
-    (id TEXT PRIMARY KEY, created REAL, touched REAL, n INTEGER, fingerprint TEXT, entry BLOB)
-    WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS finals (id TEXT, i INTEGER, at REAL, final BLOB, PRIMARY KEY (id, i))
-    WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS tokens
-    (id TEXT, i INTEGER, offset INTEGER, ids BLOB, logprobs BLOB, PRIMARY KEY (id, i, offset))
-    WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS scores (id TEXT, first INTEGER, records BLOB, PRIMARY KEY (id, first));
-"""
 
 
 class Journal:
@@ -59,58 +33,42 @@ class Journal:
         self._opened = (0, 0)  # device and inode of what is open
 
     def load(self, now_s: float) -> list[Recovered]:
-        """What the last gateway left, oldest first; what outlived its time is deleted.
+        """What the last gateway left, oldest first; what has ended and outlived its time is deleted.
 
-        A file that cannot be read is moved aside with a line in the log, never a reason not to start.
+        A row that cannot be read is set aside, and so is a whole file, with a line in the log: no reason not to
+        start. Raises sqlite3.OperationalError when the disk fails or is full, so that nothing can be read now;
+        the file is sound then.
         """
         try:
             return self._load(now_s)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
-                raise  # the disk is full or fails, a lock: the file is sound and stays where it is
+                raise
             self.move_aside(str(error))  # it has not our tables
-        except (
-            sqlite3.DatabaseError,
-            msgspec.DecodeError,
-            msgspec.ValidationError,
-            TypeError,  # a column that is empty, though nobody wrote it so
-        ) as error:
+        except sqlite3.DatabaseError as error:
             self.move_aside(str(error))
         return []
 
     def _load(self, now_s: float) -> list[Recovered]:
+        old_s = now_s - self._ttl_s
         db = self._open()
-        old = now_s - self._ttl_s
+        found = rows.read(db, old_s)
+        for bad in found.unreadable:
+            told = {"table": bad.table, "request_id": bad.id.decode(errors="replace")}
+            self._log.error("a row of the journal cannot be read", **told, why=bad.why)
+        if found.old:
+            text = (
+                "not touched for longer than the time to live, but not ended: taken up all the same"
+            )
+            self._log.warning(text, requests=found.old)
         try:
-            with db:
-                db.execute("DELETE FROM requests WHERE touched < ?", (old,))
-                for table in ("finals", "tokens", "scores"):
-                    db.execute(f"DELETE FROM {table} WHERE id NOT IN (SELECT id FROM requests)")
+            rows.set_aside(db, found.unreadable, now_s)
+            rows.drop_old(db, old_s)
         except (
             sqlite3.OperationalError
-        ) as error:  # a full disk: what is there can be read all the same
-            self._log.error("old journal entries cannot be deleted", error=str(error))
-        finals: dict[str, dict[int, Final]] = {}
-        for request_id, index, encoded in db.execute("SELECT id, i, final FROM finals"):
-            final = msgspec.msgpack.decode(encoded, type=Final)
-            finals.setdefault(request_id, {})[index] = final
-        produced: dict[str, list[Produced]] = {}
-        for row in db.execute("SELECT id, i, offset, ids, logprobs FROM tokens ORDER BY 1, 2, 3"):
-            produced.setdefault(row[0], []).append(Produced(*row))
-        scored: dict[str, list[Scored]] = {}
-        for row in db.execute("SELECT id, first, records FROM scores ORDER BY 1, 2"):
-            scored.setdefault(row[0], []).append(Scored(*row))
-        recovered = []
-        for encoded, fingerprint in db.execute(
-            "SELECT entry, fingerprint FROM requests WHERE touched >= ? ORDER BY created, id",
-            (old,),
-        ):
-            entry = msgspec.msgpack.decode(encoded, type=Entry)
-            entry = msgspec.structs.replace(entry, fingerprint=fingerprint)
-            rid = entry.request_id
-            log = tuple(produced.get(rid, ())), tuple(scored.get(rid, ()))
-            recovered.append(Recovered(entry, finals.get(rid, {}), *log))
-        return recovered
+        ) as error:  # a full disk: what is there was read all the same
+            self._log.error("the journal cannot be tidied", error=str(error))
+        return found.requests
 
     def write(self, ops: Sequence[Op], now_s: float) -> None:
         """All of them or none, synced on return. Raises sqlite3.Error."""
@@ -118,7 +76,7 @@ class Journal:
         db = self._open()
         with db:
             for op in ops:
-                _apply(db, op, now_s)
+                rows.apply(db, op, now_s)
             failpoint("gateway.journal.before_commit")
         failpoint("gateway.journal.after_sync")
 
@@ -135,7 +93,7 @@ class Journal:
         finally:
             os.close(fd)
             room.unlink(missing_ok=True)
-        self._open().execute(f"PRAGMA user_version={VERSION}")
+        self._open().execute(f"PRAGMA user_version={rows.VERSION}")
 
     def deleted(self) -> bool:
         """Whether somebody has deleted or replaced what is open, or its log: the next gateway would not find
@@ -191,7 +149,9 @@ class Journal:
             os.chmod(self._path, 0o600)
             db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
             try:
-                _prepare(db)
+                db.execute("PRAGMA journal_mode=WAL")
+                db.execute("PRAGMA synchronous=FULL")
+                rows.prepare(db)
             except sqlite3.Error:
                 db.close()
                 raise
@@ -199,49 +159,6 @@ class Journal:
             self._opened = stat.st_dev, stat.st_ino
             self._db = db
         return self._db
-
-
-def _prepare(db: sqlite3.Connection) -> None:
-    db.execute("PRAGMA journal_mode=WAL")
-    db.execute("PRAGMA synchronous=FULL")
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version not in range(VERSION + 1):
-        raise sqlite3.DatabaseError(f"its version is {version}, this gateway writes {VERSION}")
-    if (
-        version < VERSION
-    ):  # else nothing is written here: a full disk must not hide what the file holds
-        with db:
-            db.executescript(_SCHEMA)
-            db.execute(f"PRAGMA user_version={VERSION}")
-
-
-def _apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
-    match op:
-        case Accept(entry) | Again(entry):
-            encoded = msgspec.msgpack.encode(entry)
-            begun = (entry.request_id, now_s, now_s, entry.n, entry.fingerprint, encoded)
-            db.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, ?, ?, ?, ?)", begun)
-        case Produced():
-            row = (op.request_id, op.index, op.offset, op.token_ids, op.logprobs)
-            db.execute("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?)", row)
-        case Scored():
-            scores = (op.request_id, op.first, op.records)
-            db.execute("INSERT OR REPLACE INTO scores VALUES (?, ?, ?)", scores)
-        case Finish(final):
-            end = (final.request_id, final.index, now_s, msgspec.msgpack.encode(final))
-            db.execute("INSERT OR REPLACE INTO finals VALUES (?, ?, ?, ?)", end)
-            db.execute("UPDATE requests SET touched = ? WHERE id = ?", (now_s, final.request_id))
-        case Forget(request_id):
-            for table in ("requests", "finals", "tokens", "scores"):
-                db.execute(f"DELETE FROM {table} WHERE id = ?", (request_id,))
-        case Stamp(fingerprint):
-            db.execute("UPDATE requests SET fingerprint = ? WHERE fingerprint = ''", (fingerprint,))
-        case Alive():
-            db.execute(
-                "UPDATE requests SET touched = ?"
-                " WHERE n > (SELECT count(*) FROM finals WHERE finals.id = requests.id)",
-                (now_s,),
-            )
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from gateway_node import GatewayNode, wait_for
 
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Final, Sampling, Usage
+from phalanx.services.gateway import journal_rows as rows
 from phalanx.services.gateway.entries import (
     Accept,
     Again,
@@ -91,7 +92,8 @@ def test_the_log_comes_back_in_order_and_goes_with_its_request(tmp_path: Path) -
     (one,) = journal.load(1002.0)
     assert one.produced == (piece(1, 0, 0, b"bbbbdddd"), pieces[1], pieces[0])
     assert one.scored == (scores[2], scores[1], scores[0])
-    assert journal.load(1002.0 + TTL_S) == []
+    journal.write([Finish(final(1, 0)), Finish(final(1, 1))], 1002.0)
+    assert journal.load(1003.0 + TTL_S) == []
     journal.close()
     with sqlite3.connect(path) as db:
         for table in ("tokens", "scores"):
@@ -106,6 +108,8 @@ def test_a_journal_of_the_version_before_is_read_and_brought_up_to_date(tmp_path
     journal.close()
     with sqlite3.connect(path) as db:
         db.executescript("DROP TABLE tokens; DROP TABLE scores; PRAGMA user_version=1")
+        for table in ("requests", "finals"):
+            db.executescript(f"ALTER TABLE {table} DROP COLUMN sum")
     db.close()
     journal = open_journal(path)
     assert [one.entry for one in journal.load(1001.0)] == [entry(1)]
@@ -118,8 +122,8 @@ def test_a_journal_of_the_version_before_is_read_and_brought_up_to_date(tmp_path
 
 def test_old_entries_are_deleted(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "j.sqlite")
-    journal.write([Accept(entry(1)), Finish(final(1, 0))], 1000.0)
-    journal.write([Accept(entry(2))], 1050.0)
+    journal.write([Accept(entry(1)), Finish(final(1, 0)), Finish(final(1, 1))], 1000.0)
+    journal.write([Accept(entry(2)), Finish(final(2, 0)), Finish(final(2, 1))], 1050.0)
     journal.close()
     journal = open_journal(tmp_path / "j.sqlite")
     assert [one.entry.request_id for one in journal.load(1000.0 + TTL_S + 1)] == [
@@ -127,8 +131,22 @@ def test_old_entries_are_deleted(tmp_path: Path) -> None:
     ]
     journal.close()
     with sqlite3.connect(tmp_path / "j.sqlite") as db:
-        assert db.execute("SELECT count(*) FROM finals").fetchone() == (0,)
+        assert db.execute("SELECT count(*) FROM finals").fetchone() == (2,)
     db.close()
+
+
+def test_what_has_not_ended_is_never_too_old(tmp_path: Path) -> None:
+    """A clock that jumps, or a node that was down for long, takes no accepted stream away."""
+    journal = open_journal(tmp_path / "j.sqlite")
+    journal.write([Accept(entry(1)), Finish(final(1, 0)), Accept(entry(2))], 1000.0)
+    journal.close()
+    for years in (1, 2):  # the first look must not delete it either
+        with structlog.testing.capture_logs() as told:
+            journal = Journal(tmp_path / "j.sqlite", TTL_S, structlog.get_logger())
+            found = journal.load(1000.0 + years * 365 * 86400)
+        assert [one.entry for one in found] == [entry(1), entry(2)]
+        assert [line["requests"] for line in told] == [2], "the operator is told"
+        journal.close()
 
 
 def test_what_a_gateway_still_works_on_is_not_old(tmp_path: Path) -> None:
@@ -137,6 +155,10 @@ def test_what_a_gateway_still_works_on_is_not_old(tmp_path: Path) -> None:
     journal.write([Accept(entry(i)) for i in range(1, 4)] + ends, 1000.0)
     journal.write([Alive()], 1090.0)
     journal.close()
+    with sqlite3.connect(tmp_path / "j.sqlite") as db:
+        touched = dict(db.execute("SELECT id, touched FROM requests"))
+    db.close()
+    assert [touched[entry(i).request_id] for i in range(1, 4)] == [1000.0, 1090.0, 1090.0]
     kept = open_journal(tmp_path / "j.sqlite").load(1000.0 + TTL_S + 1)
     assert [one.entry.key for one in kept] == ["key-2", "key-3"]
 
@@ -156,10 +178,9 @@ def test_a_fingerprint_known_later_is_that_of_earlier_entries(tmp_path: Path) ->
         lambda path: path.write_bytes(path.read_bytes()[:3000]),
         lambda path: _write_at(path, 100, b"\xff" * 3000),
         lambda path: _sql(path, "PRAGMA user_version=99"),
-        lambda path: _sql(path, "UPDATE requests SET entry = x'00ff'"),
         lambda path: _sql(path, "DROP TABLE requests; CREATE TABLE requests (other)"),
     ],
-    ids=["text", "cut", "overwritten", "newer", "entry", "schema"],
+    ids=["text", "cut", "overwritten", "newer", "schema"],
 )
 def test_an_unreadable_journal_is_moved_aside(tmp_path: Path, spoil: object) -> None:
     path = tmp_path / "j.sqlite"
@@ -174,6 +195,93 @@ def test_an_unreadable_journal_is_moved_aside(tmp_path: Path, spoil: object) -> 
     journal.write([Accept(entry(1))], 1000.0)
     journal.close()
     assert len(open_journal(path).load(1000.0)) == 1
+
+
+SPOILT = {
+    "entry": "UPDATE requests SET entry = x'00ff' WHERE id LIKE '%7'",
+    "entry of another": "UPDATE requests SET entry = (SELECT entry FROM requests WHERE id LIKE '%3')"
+    " WHERE id LIKE '%7'",
+    "no entry": "UPDATE requests SET entry = NULL WHERE id LIKE '%7'",
+    "letters": "UPDATE requests SET id = CAST(x'ff30' AS TEXT) WHERE id LIKE '%7'",
+    "fingerprint": "UPDATE requests SET fingerprint = CAST(x'ff' AS TEXT) WHERE id LIKE '%7'",
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_row_that_cannot_be_read_costs_no_other(tmp_path: Path, spoil: str) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(i)) for i in range(10)], 1000.0)
+    journal.write([Finish(final(i, 1)) for i in range(10)], 1000.0)
+    journal.close()
+    _sql(path, SPOILT[spoil])
+    others = [entry(i) for i in range(10) if i != 7]
+    for _ in range(2):
+        journal = open_journal(path)
+        found = journal.load(1000.0)
+        assert [one.entry for one in found] == others
+        assert all(len(one.finals) == 1 for one in found)
+        journal.close()
+    with sqlite3.connect(path) as db:
+        asides = db.execute("SELECT source, why <> '' FROM unreadable").fetchall()
+    db.close()
+    assert asides == [("requests", 1)], "kept for people, once"
+    assert not list(tmp_path.glob("*unreadable*"))
+
+
+def test_no_flipped_bit_of_a_row_runs_another_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "j.sqlite"
+    journal = open_journal(path)
+    journal.write([Accept(entry(1)), Stamp("f1"), Finish(final(1, 0))], 1000.0)
+    journal.close()
+    (whole,) = open_journal(path).load(1000.0)
+    db = sqlite3.connect(path)
+    rows.prepare(db)
+    columns = {"requests": ("entry", "fingerprint"), "finals": ("final",)}
+    stored = {
+        (table, column): db.execute(f"SELECT CAST({column} AS BLOB) FROM {table}").fetchone()[0]
+        for table, names in columns.items()
+        for column in names
+    }
+    decodes = 0
+    for (table, column), value in stored.items():
+        kind = "TEXT" if column == "fingerprint" else "BLOB"
+        for bit in range(8 * len(value)):
+            flipped = bytearray(value)
+            flipped[bit // 8] ^= 1 << bit % 8
+            db.execute(f"UPDATE {table} SET {column} = CAST(? AS {kind})", (bytes(flipped),))
+            found = rows.read(db, 0.0)
+            assert [bad.table for bad in found.unreadable] == [table]
+            assert not found.requests if table == "requests" else found.requests[0].finals == {}
+            decodes += found.unreadable[0].why == "its checksum is wrong"
+        db.execute(f"UPDATE {table} SET {column} = CAST(? AS {kind})", (value,))
+    assert rows.read(db, 0.0).requests == [whole]
+    assert decodes > 100, "only the checksum tells"
+    db.close()
+
+
+def test_an_end_that_cannot_be_read_is_made_again_and_tokens_behind_a_gap_are_none(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "j.sqlite"
+    rid = entry(1).request_id
+    journal = open_journal(path)
+    pieces = [Produced(rid, 0, at, b"abcd" * 2) for at in (0, 2, 4, 6)]
+    journal.write([Accept(entry(1)), Finish(final(1, 0)), Finish(final(1, 1)), *pieces], 1000.0)
+    journal.close()
+    _sql(path, "UPDATE finals SET final = x'00' WHERE i = 1; DELETE FROM tokens WHERE offset = 2")
+    for _ in range(2):
+        journal = open_journal(path)
+        (one,) = journal.load(1000.0)
+        assert one.finals == {0: final(1, 0)} and one.produced == (pieces[0],)
+        journal.close()
+    db = sqlite3.connect(path)
+    assert db.execute("SELECT source FROM unreadable ORDER BY 1").fetchall() == [
+        ("finals",),
+        ("tokens",),
+        ("tokens",),
+    ]
+    db.close()
 
 
 def _write_at(path: Path, offset: int, data: bytes) -> None:

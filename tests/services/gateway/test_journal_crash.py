@@ -24,6 +24,7 @@ TTL_S = 3600.0
 def batches(rng: random.Random) -> list[list[Op]]:
     """What a gateway writes: requests begin, end and are forgotten, several at a time."""
     alive: list[str] = []
+    logged: dict[tuple[str, int], int] = {}  # how many tokens of a sequence are in the log
     found = []
     for number in range(BATCHES):
         ops: list[Op] = []
@@ -33,8 +34,9 @@ def batches(rng: random.Random) -> list[list[Op]]:
             elif alive and rng.random() < 0.5:
                 rid, index = rng.choice(alive), rng.randrange(2)
                 if rng.random() < 0.5:
-                    ids = rng.randbytes(4 * rng.randint(1, 90))
-                    ops.append(Produced(rid, index, number, ids, b"p"))
+                    ids, offset = rng.randbytes(4 * rng.randint(1, 90)), logged.get((rid, index), 0)
+                    ops.append(Produced(rid, index, offset, ids, b"p"))
+                    logged[rid, index] = offset + len(ids) // 4
                     continue
                 ops.append(Finish(Final(rid, index, number, "length", Usage(1, number))))
             else:
