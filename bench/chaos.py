@@ -267,7 +267,8 @@ class Chaos:
             "longest_gaps": longest(tally.gaps, tally.faults),
             "missing_at_the_end": missing,
             "wrong": [vars(wrong) for wrong in tally.wrong[:50]],
-            "ok": not tally.wrong and not missing,
+            # A node that refuses everything changes nothing, which proves nothing.
+            "ok": tally.compared > 0 and not tally.wrong and not missing,
         }
 
 

@@ -10,7 +10,7 @@ SOON_S = 0.12  # a second fault comes within this time, into the recovery from t
 SOON_SHARE = 0.3
 STOP_SHARE = 0.25
 STOP_MS = (50, 400, 1_200, 4_000)  # a pause is nothing, or a hang: 1.5 s is the bound
-# The node gives a process up at its tenth death within a minute, which is not what chaos looks for.
+# The node gives a process up at its ninth death within a minute, which is not what chaos looks for.
 DEATHS_MAX = 6
 WINDOW_S = 60.0
 

@@ -3,17 +3,28 @@
 import asyncio
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import structs
 
 from phalanx.protocol.errors import Refused
 from phalanx.protocol.messages import Delta, Sampling
 from phalanx.services.client import GatewaySilent, RequestTimeout, Spec
 from phalanx.services.client_async import AsyncClient
 
-LONG_PROMPT = 2000
-MAX_TOKENS = 160
 _TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """In tokens."""
+
+    long_prompt: int = 2000
+    outputs: int = 160
+
+
+USUAL = Sizes()
 
 
 @dataclass
@@ -27,6 +38,19 @@ class Sequence:
     tokens: list[int] = field(default_factory=list[int])
     times: list[int] = field(default_factory=list[int])  # of each delivery, CLOCK_MONOTONIC ns
     finish: str = ""  # empty: it never ended
+    text: str = ""
+    seed: int = 0  # of its request, as the node accepted it
+    ended_ns: int = 0  # when its final came
+
+    @property
+    def said(self) -> tuple[list[int], str, str]:
+        """What must be the same whatever falls."""
+        return self.tokens, self.text, self.finish
+
+    @property
+    def arrivals(self) -> list[int]:
+        """All deliveries, that of the final too."""
+        return [*self.times, *([self.ended_ns] if self.ended_ns else [])]
 
     def spans(self, start_ns: int, end_ns: int) -> bool:
         """Whether tokens arrived both before and after this time, and enough to know its step."""
@@ -48,7 +72,10 @@ class Played:
 
 
 def requests(
-    rng: random.Random, count: int, known: dict[tuple[int, int], Sequence] | None = None
+    rng: random.Random,
+    count: int,
+    known: dict[tuple[int, int], Sequence] | None = None,
+    sizes: Sizes = USUAL,
 ) -> list[Spec]:
     """`count` requests: every other prompt long, some short ones text; some n=2, penalties, stop
     strings, no seed.
@@ -58,14 +85,14 @@ def requests(
     """
     specs: list[Spec] = []
     for position in range(count):
-        length = LONG_PROMPT if position % 2 == 0 else rng.choice([1, 17, 64])
+        length = sizes.long_prompt if position % 2 == 0 else rng.choice([1, 17, 64])
         prompt = [rng.randrange(10, 200) for _ in range(length)]
         predicts = position % 6 == 0 and known is not None
         sampling = Sampling(
             temperature=rng.choice([0, 0.7, 1.0]),
             top_p=rng.choice([1.0, 0.9]),
             seed=None if position % 8 == 7 else position,
-            max_tokens=MAX_TOKENS,
+            max_tokens=sizes.outputs,
             ignore_eos=True,
             frequency_penalty=0.5 if position % 4 == 1 else 0.0,
             repetition_penalty=1.1 if position % 4 == 2 else 1.0,
@@ -77,6 +104,16 @@ def requests(
     return specs
 
 
+def with_seeds(specs: list[Spec], drawn: list[Sequence]) -> list[Spec]:
+    """The request of each of these sequences, with the seed that the node drew for it."""
+    return [
+        replace(
+            specs[s.position], sampling=structs.replace(specs[s.position].sampling, seed=s.seed)
+        )
+        for s in drawn
+    ]
+
+
 async def play(run_dir: Path, load: Load) -> Played:
     """Run the load to its end."""
     started, sequences = time.monotonic(), list[Sequence]()
@@ -86,7 +123,7 @@ async def play(run_dir: Path, load: Load) -> Played:
         async def slot(position: int, spec: Spec) -> None:
             sequences.extend(await _receive(client, position, spec))
             once[position] = time.monotonic() - started
-            while load.going_on and len(spec.prompt) < LONG_PROMPT:
+            while load.going_on and position % 2 == 1:
                 sequences.extend(await _receive(client, position, spec))
 
         await asyncio.gather(*(slot(at, spec) for at, spec in enumerate(load.specs)))
@@ -104,10 +141,11 @@ async def _receive(client: AsyncClient, position: int, spec: Spec) -> list[Seque
             if isinstance(event, Delta):
                 sequence.times.append(time.monotonic_ns())
                 sequence.tokens.extend(event.token_ids)
+                sequence.text += event.text
             else:
-                sequence.finish = event.finish_reason
+                sequence.finish, sequence.ended_ns = event.finish_reason, time.monotonic_ns()
     except (Refused, RequestTimeout, GatewaySilent):
         pass  # it counts as lost
     for sequence in found:
-        sequence.request_id = stream.request_id
+        sequence.request_id, sequence.seed = stream.request_id, stream.seed
     return found

@@ -1,5 +1,6 @@
 """Where the time of one pause went: what the group, each rank and each step did between two tokens of a stream."""
 
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,17 +15,14 @@ _STEPS_MAX = 24  # told of one rank: the longest ones
 
 def longest_gap(sequence: Sequence, start_ns: int, end_ns: int) -> tuple[int, int]:
     """The two deliveries, ns, between which the sequence stood still longest in this time."""
-    pairs = zip(sequence.times, sequence.times[1:], strict=False)
-    return max(
-        ((before, after) for before, after in pairs if before < end_ns and after > start_ns),
-        key=lambda pair: pair[1] - pair[0],
-    )
+    pairs = pairwise(sequence.arrivals)
+    around = [(before, after) for before, after in pairs if before < end_ns and after > start_ns]
+    return max(around, key=lambda pair: pair[1] - pair[0])
 
 
 def normal_ns(sequence: Sequence) -> float:
     """The time between two of its deliveries, mostly."""
-    pairs = zip(sequence.times, sequence.times[1:], strict=False)
-    return median(after - before for before, after in pairs)
+    return median(after - before for before, after in pairwise(sequence.times))
 
 
 def story(fault: Fault, sequence: Sequence, until_ns: int) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from phalanx.bench.chaos import Gap, Outcome, difference, longest
+from phalanx.bench.chaos import Chaos, Gap, Outcome, difference, longest
 from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Fault, Schedule
 
 NAMES = ["gateway", "kvstore", "scheduler-0", "scheduler-1", "tokenizer-0", "worker-0", "worker-1"]
@@ -48,6 +49,17 @@ def test_a_seed_gives_one_schedule_and_it_spares_the_restart_limit() -> None:
         windows = [sum(at - WINDOW_S < t <= at for t in times) for at in times]
         assert max(windows) <= DEATHS_MAX
     assert Counter(f.target for f in faults).keys() == set(NAMES)
+
+
+def test_a_run_that_compared_nothing_is_not_ok() -> None:
+    """All requests were refused, say."""
+    chaos = Chaos(Path("/tmp/none"), 1, 1, print)
+    assert not chaos._report("")["ok"]
+    chaos._compare(0, "", [], False)
+    assert (chaos._report("")["ok"], chaos._report("")["refused"]) == (False, 1)
+    chaos._wanted[0, 0] = Outcome([1], "a", ["stop"])
+    chaos._compare(0, "id", [Outcome([1], "a", ["stop"])], False)
+    assert chaos._report("")["ok"] and not chaos._report("2 sequences still run")["ok"]
 
 
 def test_of_a_long_gap_it_tells_the_faults() -> None:

@@ -1,0 +1,169 @@
+"""What faults add up to: gaps and pauses of streams, phases of the group, tokens that changed."""
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from phalanx.bench.recovery_fault import Fault
+from phalanx.bench.recovery_load import Load, Played, Sequence
+from phalanx.bench.recovery_story import longest_gap, normal_ns, story
+from phalanx.protocol.messages import EpochRecord
+
+_MS = 1e6
+
+
+@dataclass
+class Gaps:
+    """What the faults of one kind of process cost, in ms."""
+
+    faults: int = 0
+    survivors: list[float] = field(default_factory=list[float])
+    moved: list[float] = field(default_factory=list[float])  # what ran on the victim's rank
+    begun: list[float] = field(default_factory=list[float])  # see `_begun`
+    unspoken: list[float] = field(default_factory=list[float])  # see `_unspoken`
+    whole: list[float] = field(default_factory=list[float])
+    died: list[float] = field(default_factory=list[float])
+
+    def row(self, victim: str) -> dict[str, Any]:
+        return {
+            "victim": victim,
+            "faults": self.faults,
+            "died_ms_p50": p50(self.died),
+            "died_ms_max": most(self.died),
+            "survivors_gap_ms_p50": p50(self.survivors),
+            "survivors_gap_ms_max": most(self.survivors),
+            "moved_gap_ms_p50": p50(self.moved),
+            "moved_gap_ms_max": most(self.moved),
+            "begun_ms_p50": p50(self.begun),
+            "begun_ms_max": most(self.begun),
+            "unspoken_ms_max": most(self.unspoken),
+            "whole_ms_p50": p50(self.whole),
+        }
+
+
+@dataclass
+class Figures:
+    """What the rounds add up to, in ms."""
+
+    phases: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    gaps: dict[str, Gaps] = field(default_factory=dict[str, Gaps])  # by the victim's kind
+    rejoin: list[float] = field(default_factory=list[float])
+    pool_used: list[float] = field(default_factory=list[float])
+    pauses: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    changed: int = 0
+    lost: int = 0
+    compared: int = 0
+    fault_free: list[float] = field(default_factory=list[float])  # longest gaps of the calm round
+    losses: list[EpochRecord] = field(default_factory=list[EpochRecord])
+    worst: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # of each fault
+    failed: str = ""  # why it ended early; the figures are of what was done
+
+    def all(self, which: str) -> list[float]:
+        return [ms for gaps in self.gaps.values() for ms in getattr(gaps, which)]
+
+    def note(self, phase: str, ns: float) -> None:
+        self.phases.setdefault(phase, []).append(ns / _MS)
+
+
+def account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
+    gaps = figures.gaps.setdefault(fault.victim, Gaps())
+    gaps.faults += 1
+    gaps.died.append((fault.died_ns - fault.struck_ns) / _MS)
+    gaps.whole.append((fault.whole_ns - fault.struck_ns) / _MS)
+    gaps.begun += _begun(fault, sequences)
+    gaps.unspoken += _unspoken(fault, sequences)
+    figures.pool_used.append(fault.pool_used)
+    loss = fault.changes[0] if fault.changes else None
+    rejoin = fault.changes[1] if len(fault.changes) > 1 else None
+    until_ns = rejoin.odd_ns if rejoin is not None else fault.whole_ns
+    if loss is not None:
+        figures.note("detect", loss.odd_ns - fault.struck_ns)
+        figures.note("stop", loss.published_ns - loss.odd_ns)
+        figures.note("go", loss.even_ns - loss.published_ns)
+        figures.note("until_rejoined", fault.whole_ns - fault.struck_ns)
+    if rejoin is not None:
+        figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
+        figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
+    worst: dict[str, tuple[float, Sequence]] = {}
+    for sequence in sequences:
+        moved = (sequence.request_id, sequence.index) in fault.moved
+        if sequence.spans(fault.struck_ns, loss.even_ns if loss else fault.struck_ns):
+            found = gaps.moved if moved else gaps.survivors
+            found.append(gap := gap_ms(sequence, fault.struck_ns, until_ns))
+            who = "moved" if moved else "survivor"
+            worst[who] = max(worst.get(who, (-1.0, sequence)), (gap, sequence), key=lambda w: w[0])
+            if loss is not None:
+                _account_pause(sequence, fault.struck_ns, loss.even_ns, moved, figures)
+        if rejoin is not None and sequence.spans(rejoin.odd_ns, rejoin.even_ns):
+            figures.rejoin.append(gap_ms(sequence, rejoin.odd_ns, rejoin.even_ns))
+    told = {who: story(fault, sequence, until_ns) for who, (_, sequence) in worst.items()}
+    figures.worst.append({"victim": fault.victim, **told})
+
+
+def _account_pause(
+    sequence: Sequence, struck_ns: int, even_ns: int, moved: bool, figures: Figures
+) -> None:
+    pause = gap_ms(sequence, struck_ns, even_ns)
+    figures.pauses.setdefault("moved" if moved else "survivors", []).append(pause)
+    after_ns = min(at for at in sequence.times if at >= even_ns) - even_ns
+    figures.note("moved_first_token" if moved else "survivor_first_token", after_ns)
+
+
+def _begun(fault: Fault, sequences: list[Sequence]) -> list[float]:
+    """How long requests waited for their first token that were sent from the fault until the node was whole."""
+    return [
+        (s.times[0] - s.sent_ns) / _MS
+        for s in sequences
+        if s.times and fault.struck_ns <= s.sent_ns <= fault.whole_ns
+    ]
+
+
+def _unspoken(fault: Fault, sequences: list[Sequence]) -> list[float]:
+    """How long those waited from the fault for their first token that had been sent before, and had none yet."""
+    return [
+        (s.times[0] - fault.struck_ns) / _MS
+        for s in sequences
+        if s.times and s.sent_ns < fault.struck_ns < s.times[0]
+    ]
+
+
+def gap_ms(sequence: Sequence, start_ns: int, end_ns: int) -> float:
+    """Milliseconds beyond its normal step that the sequence stood still at most in this time."""
+    before_ns, after_ns = longest_gap(sequence, start_ns, end_ns)
+    return max(0.0, after_ns - before_ns - normal_ns(sequence)) / _MS
+
+
+def compare(
+    result: Played, wanted: dict[tuple[int, int], Sequence], load: Load, figures: Figures
+) -> list[Sequence]:
+    """Count what came out otherwise than without faults. Those without a seed are told back: the node drew one,
+    so what they were to be is known only once they were run again with that (`compare_drawn`)."""
+    drawn: list[Sequence] = []
+    for sequence in result.sequences:
+        figures.compared += 1
+        if sequence.finish not in ("length", "stop"):
+            figures.lost += 1
+        elif load.specs[sequence.position].sampling.seed is None:
+            drawn.append(sequence)
+        else:
+            figures.changed += sequence.said != wanted[sequence.position, sequence.index].said
+    return drawn
+
+
+def compare_drawn(drawn: list[Sequence], again: list[Sequence], figures: Figures) -> None:
+    """`again`: what came of the same requests with the seeds that the node had drawn for these, each by its place."""
+    found = {(sequence.position, sequence.index): sequence for sequence in again}
+    for position, sequence in enumerate(drawn):
+        figures.changed += sequence.said != found[position, sequence.index].said
+
+
+def p50(values: list[float]) -> float | None:
+    return round(median(values), 3) if values else None
+
+
+def most(values: list[float]) -> float | None:
+    return round(max(values), 3) if values else None
+
+
+def least(values: list[float]) -> float | None:
+    return round(min(values), 3) if values else None
