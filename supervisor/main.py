@@ -1,5 +1,6 @@
 """The supervisor process: feeds the core with what happens and carries out what it decides."""
 
+import gc
 import json
 import os
 import random
@@ -207,6 +208,7 @@ class Node:
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
         self._log.info("starting", processes=list(self._core.processes), config=self._config.model)
+        gc.freeze()  # see `Service.ready`
         restore = self._obey_signals()
         observed_ns = 0
         try:

@@ -1,19 +1,37 @@
-"""The one `main` of all processes: what it says when it cannot begin."""
+"""The one `main` of all processes: what it says when it cannot begin, what it does when it is ready."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.rundir import LOG_DIR, prepare
+from phalanx.protocol.service import Service
 
-pytestmark = pytest.mark.process
+
+def test_what_is_there_when_a_process_is_ready_is_not_collected_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With torch a collection takes a tenth of a second, and streams would wait for it."""
+    log, row = cast(Any, SimpleNamespace(info=print)), cast(Any, SimpleNamespace())
+    service = Service("eplb", 3, -1, NodeConfig(), log, cast(Any, None), row, cast(Any, None))
+    monkeypatch.setattr(service, "beat", lambda: None)
+    kept = [[at] for at in range(1000)]
+    gc.unfreeze()
+    service.ready()
+    assert gc.get_freeze_count() > len(kept)
+    gc.unfreeze()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("text", "place"),
     [
