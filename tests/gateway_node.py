@@ -1,6 +1,7 @@
 """A real gateway process with schedulers and tokenizers played by a thread of the test."""
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from phalanx.protocol.messages import (
     Hello,
     Message,
     Ping,
+    Progress,
     Ready,
     TopologyChanged,
     ToSupervisor,
@@ -119,6 +121,7 @@ class GatewayNode:
         self.process: subprocess.Popen[bytes] | None = None
         self._life = -1
         self._ready: set[int] = set()
+        self.phases: list[str] = []  # of starts, as gateways told them
         self._to_supervisor: list[Message] = []
         self.pause = threading.Event()  # set: ranks stand still
         self._end = threading.Event()
@@ -149,7 +152,8 @@ class GatewayNode:
 
     # --- the gateway's process ---
 
-    def start(self) -> None:
+    def start(self, file_bytes_max: int = resource.RLIM_INFINITY) -> None:
+        """With `file_bytes_max` it finds a disk that takes little more, until `prlimit` says otherwise."""
         self.incarnation += 1
         life_read, self._life = os.pipe()
         death_read, death_write = os.pipe()
@@ -164,6 +168,8 @@ class GatewayNode:
         command = [sys.executable, "-P", "-m", "phalanx.services.gateway"]
         command += [str(part) for pair in arguments.items() for part in pair]
         self.process = subprocess.Popen(command, pass_fds=(life_read, death_write))
+        limits = (file_bytes_max, resource.RLIM_INFINITY)  # long before it has imported anything
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
         for fd in (life_read, death_write, death_read):
             os.close(fd)
         incarnation = self.incarnation
@@ -242,6 +248,8 @@ class GatewayNode:
             body = unseal(frame)
             assert body is not None
             message = decoder.decode(body)
+            if isinstance(message, Progress):
+                self.phases.append(message.phase)
             if isinstance(message, Ready):
                 self._ready.add(message.incarnation)
                 self._send(identity, HealthUpdate(True, 2, ()))

@@ -24,6 +24,10 @@ _KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes
 _ROOM_BYTES = 1 << 20  # must be free for a journal that failed to count as well again
 
 
+class NotNow(Exception):
+    """What was accepted is perhaps there, and cannot be read now. Try again."""
+
+
 class Journal:
     """The file. Not thread-safe: it belongs to whoever opened it."""
 
@@ -31,27 +35,57 @@ class Journal:
         self._path, self._ttl_s, self._log = path, ttl_s, log
         self._db: sqlite3.Connection | None = None
         self._opened = (0, 0)  # device and inode of what is open
+        self.failure = ""  # why it could not be opened for writing when it was loaded
 
     def load(self, now_s: float) -> list[Recovered]:
         """What the last gateway left, oldest first; what has ended and outlived its time is deleted.
 
         A row that cannot be read is set aside, and so is a whole file, with a line in the log: no reason not to
-        start. Raises sqlite3.OperationalError when the disk fails or is full, so that nothing can be read now;
-        the file is sound then.
+        start. Nor is a disk that takes nothing; `failure` says so then. Raises NotNow when nothing can be read.
         """
         try:
-            return self._load(now_s)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_ERROR:
-                raise
-            self.move_aside(str(error))  # it has not our tables
+            try:
+                return self._load(now_s)
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_ERROR:
+                    raise  # it has not our tables
+                self.failure = str(error)
+            return self._load_from_full_disk(now_s)
         except sqlite3.DatabaseError as error:
+            if self.failure:  # the file is perhaps sound
+                raise NotNow(f"{self.failure}; {error}") from error
             self.move_aside(str(error))
+        except OSError as error:
+            if self._path.exists():
+                raise NotNow(str(error)) from error
+            self.failure = str(error)  # it could not be made, so there is nothing to read
         return []
 
     def _load(self, now_s: float) -> list[Recovered]:
-        old_s = now_s - self._ttl_s
         db = self._open()
+        old_s = now_s - self._ttl_s
+        found = self._read(db, old_s)
+        try:
+            rows.set_aside(db, found.unreadable, now_s)
+            rows.drop_old(db, old_s)
+        except sqlite3.OperationalError as error:  # a full disk: what is there was read
+            self._log.error("the journal cannot be tidied", error=str(error))
+        return found.requests
+
+    def _load_from_full_disk(self, now_s: float) -> list[Recovered]:
+        """SQLite wants to make two files beside the database. After a clean end there is nothing in them."""
+        log = self._part("-wal")
+        closed = not log.exists() or log.stat().st_size == 0
+        if closed and self._path.stat().st_size == 0:
+            return []  # it was never written
+        mode = "mode=ro&immutable=1" if closed else "mode=rw"
+        with contextlib.closing(sqlite3.connect(f"{self._path.as_uri()}?{mode}", uri=True)) as db:
+            if not closed:
+                db.execute("PRAGMA locking_mode=EXCLUSIVE")  # its index is in memory then
+            rows.check_version(db)
+            return self._read(db, now_s - self._ttl_s).requests
+
+    def _read(self, db: sqlite3.Connection, old_s: float) -> rows.Found:
         found = rows.read(db, old_s)
         for bad in found.unreadable:
             told = {"table": bad.table, "request_id": bad.id.decode(errors="replace")}
@@ -61,14 +95,7 @@ class Journal:
                 "not touched for longer than the time to live, but not ended: taken up all the same"
             )
             self._log.warning(text, requests=found.old)
-        try:
-            rows.set_aside(db, found.unreadable, now_s)
-            rows.drop_old(db, old_s)
-        except (
-            sqlite3.OperationalError
-        ) as error:  # a full disk: what is there was read all the same
-            self._log.error("the journal cannot be tidied", error=str(error))
-        return found.requests
+        return found
 
     def write(self, ops: Sequence[Op], now_s: float) -> None:
         """All of them or none, synced on return. Raises sqlite3.Error."""

@@ -76,12 +76,9 @@ class Found:
 
 def prepare(db: sqlite3.Connection) -> None:
     """Bring a database that may be empty or of an earlier version up to date."""
-    # One letter that broke is the fault of its row, not of the whole file.
-    db.text_factory = lambda text: text.decode(errors="surrogateescape")
     (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version not in range(VERSION + 1):
-        raise sqlite3.DatabaseError(f"its version is {version}, this gateway writes {VERSION}")
-    if version == VERSION:  # nothing is written: a full disk must not hide what the file holds
+    if version not in range(VERSION):
+        check_version(db)  # and nothing is written: a full disk must not hide what the file holds
         return
     with db:
         db.executescript(_SCHEMA)
@@ -89,6 +86,13 @@ def prepare(db: sqlite3.Connection) -> None:
             if "sum" not in _columns(db, table):
                 db.execute(f"ALTER TABLE {table} ADD COLUMN sum INTEGER")
         db.execute(f"PRAGMA user_version={VERSION}")
+
+
+def check_version(db: sqlite3.Connection) -> None:
+    """Raises sqlite3.DatabaseError when `read` cannot read it as it is."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    if version != VERSION:
+        raise sqlite3.DatabaseError(f"its version is {version}, this gateway writes {VERSION}")
 
 
 def _columns(db: sqlite3.Connection, table: str) -> list[str]:
@@ -147,6 +151,8 @@ def drop_old(db: sqlite3.Connection, before_s: float) -> None:
 
 def read(db: sqlite3.Connection, old_s: float) -> Found:
     """All that can be read. Requests untouched since `old_s` are left out if they have ended."""
+    # One letter that broke is the fault of its row, not of the whole file.
+    db.text_factory = lambda text: text.decode(errors="surrogateescape")
     found = Found()
     ends: dict[str, dict[int, Final]] = {}
     for rid, index, final in _each(db, "finals", "i, final", _final, found):

@@ -1,13 +1,14 @@
 """The gateway's shell: sockets, the journal's thread, the clock. It decides nothing."""
 
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
 from phalanx.protocol.codec import Decoder, call_of, encode
-from phalanx.protocol.errors import DecodeError
+from phalanx.protocol.errors import DecodeError, ExitCode
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import (
     BUS_MESSAGE_BYTES_MAX,
@@ -42,8 +43,8 @@ from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, end
 from phalanx.protocol.service import Service
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
-from phalanx.services.gateway.entries import Accept, Finish
-from phalanx.services.gateway.journal import Journal, JournalWriter
+from phalanx.services.gateway.entries import Accept, Finish, Recovered
+from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow
 from phalanx.services.gateway.overseer import LOOK_NS, Overseer
 from phalanx.services.model_limits import read_model
 
@@ -51,6 +52,7 @@ MS = 1_000_000
 MESSAGES_PER_TURN = 512
 LAST_WORDS_NS = 1_000 * MS  # after the drain's end, for clients to take their finals
 PROBE_NS = 1_000 * MS  # between two looks at the journal's file, or tries to write it
+_READ_AGAIN_S = 0.5  # between two tries to read a journal whose disk fails
 SEAT_DEPTH = 4  # sequences given to a rank, in multiples of those it runs at a time
 
 
@@ -59,7 +61,7 @@ class Gateway:
         self._service = service
         config, run_dir = service.config, service.run_dir
         journal = Journal(run_dir / JOURNAL_FILE, config.gateway.journal_ttl_s, service.log)
-        recovered = journal.load(time.time())
+        recovered = load(journal, service)
         if recovered:
             service.log.info("requests taken over from the journal", requests=len(recovered))
         self._core = Core(settings_of(service), recovered, time.monotonic_ns())
@@ -68,6 +70,7 @@ class Gateway:
         self._end_ns: int | None = None
         self._hand_over_until_ns: int | None = None
         self._failure = ""  # why the journal cannot be written
+        self._note_failure(journal.failure)
         self._probe_at_ns = self._say_at_ns = 0
         self._said_lacking = False
         self._overseer, self._oversee_at_ns = Overseer(time.monotonic_ns()), 0
@@ -244,6 +247,21 @@ class Gateway:
             self._topology_version = version
             if topology is not None:
                 self._core.on_topology(topology, time.monotonic_ns())
+
+
+def load(journal: Journal, service: Service) -> list[Recovered]:
+    """Wait until it can be read: to serve without it would drop what was accepted."""
+    while True:
+        try:
+            return journal.load(time.time())
+        except NotNow as error:
+            if service.stopping:
+                sys.exit(ExitCode.OK)
+            path = service.run_dir / JOURNAL_FILE
+            service.progress(
+                f"cannot read the journal {path} ({error}): see why its disk does not work"
+            )
+            time.sleep(_READ_AGAIN_S)
 
 
 def told_failure(path: Path, failure: str) -> str:

@@ -20,7 +20,8 @@ import structlog
 from gateway_node import GatewayNode, wait_for
 
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.messages import Final, Sampling, Usage
+from phalanx.protocol.messages import Final, HandOver, Sampling, Usage
+from phalanx.protocol.rundir import JOURNAL_FILE
 from phalanx.services.gateway import journal_rows as rows
 from phalanx.services.gateway.entries import (
     Accept,
@@ -575,3 +576,71 @@ def test_on_a_full_disk_a_new_gateway_still_reads_what_was_accepted(tmp_path: Pa
     assert done.stdout.splitlines()[-1] == str([entry(1).request_id, entry(2).request_id])
     assert not list(tmp_path.glob("*unreadable*"))
     journal.close()
+
+
+@pytest.mark.parametrize("end", ["clean", "log", "empty log", "none"])
+def test_a_new_gateway_reads_what_was_accepted_though_it_can_make_no_file(
+    tmp_path: Path, end: str
+) -> None:
+    """After a clean end the files that SQLite keeps beside the database are gone, and cannot be made again."""
+    path = tmp_path / "journal.sqlite"
+    journal = open_journal(path)
+    if end != "none":
+        journal.write([Accept(entry(1)), Accept(entry(2))], time.time())
+    if end == "log":  # as after a crash of the machine
+        log = path.with_name(path.name + "-wal").read_bytes()
+    journal.close()
+    if end == "log":
+        path.with_name(path.name + "-wal").write_bytes(log)
+    if end == "empty log":
+        path.with_name(path.name + "-wal").touch()
+    command = [sys.executable, "-P", "-c", _ON_A_FULL_DISK, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    wanted = [entry(1).request_id, entry(2).request_id] if end != "none" else []
+    assert done.stdout.splitlines()[-1] == str(wanted)
+    assert not list(tmp_path.glob("*unreadable*"))
+
+
+@pytest.mark.process
+def test_after_a_hand_over_on_a_full_disk_accepted_streams_go_on() -> None:
+    with GatewayNode(step_s=0.02) as node, node.client() as client:
+        running = client.generate([1], seed=1, max_tokens=100, ignore_eos=True, timeout=60)
+        running.accepted()
+        assert node.process is not None
+        node.tell(HandOver(1000))
+        assert node.process.wait(20) == 0
+        assert not (node.run_dir / "journal.sqlite-wal").exists()
+        node.start(file_bytes_max=16 << 10)  # the files beside the database take more
+        with pytest.raises(Refused, match="journal") as refused:
+            client.generate([2], timeout=20).results()
+        assert refused.value.code is Code.OVERLOADED
+        (result,) = running.results()
+        assert len(result.token_ids) == 100
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, unlimited)
+        wait_for(lambda: "the journal can be written again" in node.log(), "it is tried again")
+        (after,) = client.generate([2], seed=1, max_tokens=3, timeout=20).results()
+        assert after.token_ids
+
+
+@pytest.mark.process
+def test_a_journal_that_cannot_be_read_now_is_waited_for() -> None:
+    with GatewayNode() as node, node.client() as client:
+        client.generate([1], seed=1, max_tokens=3, timeout=20).results()
+        node.kill()
+        path = node.run_dir / JOURNAL_FILE
+        path.rename(path.with_suffix(".away"))
+        path.mkdir()  # to open it is an error of the disk
+
+        def mend() -> None:
+            wait_for(
+                lambda: any("cannot read the journal" in text for text in node.phases), "it says so"
+            )
+            path.rmdir()
+            path.with_suffix(".away").rename(path)
+
+        thread = threading.Thread(target=mend)
+        thread.start()
+        node.start()
+        thread.join()
+        assert len(client.generate([1], seed=1, max_tokens=3, timeout=30).results()) == 1
