@@ -139,6 +139,9 @@ class Arena:
                 if not _is_at(fd, path):
                     raise ArenaError(f"cannot attach {path}: its owner took it back")
             mapping = mmap.mmap(fd, 0)
+        except OSError as error:  # `mmap` opens the file once more, and address space may be short
+            os.close(fd)
+            raise ArenaError(f"cannot attach {path}: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise

@@ -103,7 +103,10 @@ class PromptTurn(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """`aborted`: the epoch moved; nothing of the plan was committed, plan it again."""
+    """`aborted`: the epoch moved; nothing of the plan was committed, plan it again.
+
+    `unrestored`: aborted because the staging arena could not be read: plan what it restores without that.
+    """
 
     seq: int
     aborted: bool
@@ -117,6 +120,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
     # For each sequence that asked for them and has rows before its last prompt token, in plan order:
     # the records (`prompt_logprobs.py`) of the prompt tokens after those rows.
     prompt_logprobs: tuple[bytes, ...] = ()
+    unrestored: bool = False
 
 
 ToScheduler = WorkerHello | StepResult | PromptTurn

@@ -567,6 +567,8 @@ class Scheduler:
         self._draining = bool(self.flights) and (self._draining or result.aborted)
         self._keep_states(flight, result.aborted)
         self._end_loads(flight, result.aborted)
+        if result.unrestored:
+            self._give_up_loads(flight, now_ns)
         self._open_fences(flight.seq)
 
     def _commit(self, done: Commit, now_ns: int) -> None:
@@ -740,6 +742,17 @@ class Scheduler:
         for load in flight.loads:
             if load.wanted and (not aborted or load.sequence.finish is not None):
                 self.restorer.release(load)
+
+    def _give_up_loads(self, flight: Flight, now_ns: int) -> None:
+        """The worker could not read the regions: these sequences begin anew, without what is stored
+        (`Rank.lost_fork`), and are not loaded again."""
+        if self.restorer is None:
+            return
+        for load in flight.loads:
+            if load.wanted:
+                self.restorer.unread(load, now_ns)
+                if load.sequence.num_outputs == 0:
+                    load.sequence.cached = 0
 
     # ------------------------------------------------------------ what others see
 

@@ -221,7 +221,8 @@ class Rank:
         return Fork(leader.slot, follower.slot, *copied)
 
     def lost_fork(self, sequence: Sequence) -> bool:
-        """Whether it was forked in a step that was abandoned: what it builds on was never copied."""
+        """Whether what it builds on was never copied: forked, or loaded, in a step that was abandoned. (What
+        was loaded, and is still there, is copied again.)"""
         not_told = not sequence.known and sequence.load is None
         return not_told and self.t.planned.item(sequence.row) > 0
 
@@ -238,7 +239,7 @@ class Rank:
         self.free([sequence])
         sequence.known, sequence.marks = False, None
         self.t.slot[row], self.t.blocks[row], self.t.told[row] = -1, 0, 0
-        self.t.committed[row] = self.t.planned[row] = 0
+        self.t.committed[row] = self.t.planned[row] = self.t.cached_tokens[row] = 0
         self.t.state[row] = WAITING
 
     # ------------------------------------------------------------ phases

@@ -30,6 +30,7 @@ KEYS_PER_TURN = 16  # a key takes about 3 us, a turn must not delay a step
 ASK_DEADLINE_MS = 1_000
 LOAD_DEADLINE_MS = 3_000
 QUIET_MS = 2_000  # after a store that did not answer, nothing is asked for this long
+UNREAD_QUIET_MS = 30_000  # after a worker that could not read the staging arena
 MS = 1_000_000
 
 
@@ -116,6 +117,12 @@ class Restorer:
             del self._gets[call]
         self._free_blocks += load.blocks
         self._free_states.append(load.state)
+
+    def unread(self, load: Load, now_ns: int) -> None:
+        """The worker cannot read the staging arena: this sequence is computed, and no other asks for a while."""
+        load.sequence.stored = 0
+        self.release(load)
+        self._quiet_until_ns = max(self._quiet_until_ns, now_ns + UNREAD_QUIET_MS * MS)
 
     def restores(self, load: Load) -> Restore:
         """For the plan with the sequence's first rows."""

@@ -73,6 +73,7 @@ class Rank:
         self._row.worker_incarnation = service.incarnation
         self._link: Link | None = None
         self._link_number = 0
+        self._unread = ""  # the staging arena that could not be read last
         self._hand = Hand()  # what came through the link and is not done yet
         self._agreement: Agreement | None = None  # of the epoch that we are in
         self._stopped_at = 0  # the odd epoch acknowledged last
@@ -123,10 +124,14 @@ class Rank:
         """Copy what the plan in hand builds on, before anybody waits for it in a step."""
         try:
             self._backend.restore(plan)
-        except ArenaError as error:  # its scheduler ended: nobody waits for this plan
-            self._service.log.warning("plan dropped", error=str(error))
+        except (
+            ArenaError
+        ) as error:  # removed, or this process may open no more files; or its scheduler ended
+            if self._unread != plan.staging:  # once for each: one plan may follow the other
+                self._unread = plan.staging
+                self._service.log.warning("nothing is restored from here", error=str(error))
             for answer in self._hand.abandon():
-                self._answer(answer)
+                self._answer(msgspec.structs.replace(answer, unrestored=True))
 
     def _round(self, agreement: Agreement) -> None:
         """Vote and, if that is what it comes to, take a step."""

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import signal
 import threading
 from typing import Any
@@ -101,3 +102,37 @@ def test_streams_of_a_killed_worker_take_up_their_prompts(node: Node) -> None:
     assert got and tokens(got[0]) == tokens(node.generate(requests))
     assert moved and cached(got[0]) == [0] * 4
     assert_whole(node)
+
+
+def test_a_worker_that_cannot_read_what_was_loaded_computes_it(node: Node) -> None:
+    """It may open no more files, and so not the staging arena of a scheduler that is new."""
+    request = request_of(78, 300)
+    cold = kept(node, request, 3)
+    before = {name: node.pids()[name] for name in ("scheduler-0", "scheduler-1")}
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+
+    def renewed() -> bool:
+        now = node.pids()
+        return all(now.get(name, pid) != pid for name, pid in before.items())
+
+    wait_for(renewed, 60, "new schedulers")
+    node.wait_healthy()
+    workers = [node.pids()[name] for name in ("worker-0", "worker-1")]
+    limits = [no_more_files(pid) for pid in workers]
+    again = node.generate([request])
+    logs = "".join((node.run_dir / "logs" / f"worker-{n}.log").read_text() for n in (0, 1))
+    for pid, limit in zip(workers, limits, strict=True):
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
+    assert tokens(again) == tokens(cold) and cached(again) == [0]
+    assert logs.count("nothing is restored from here") == 1
+    assert_whole(node)
+
+
+def no_more_files(pid: int) -> tuple[int, int]:
+    """Of that process; returns the limits that it had."""
+    used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
+    free = next(fd for fd in range(len(used) + 1) if fd not in used)
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free, before[1]))
+    return before

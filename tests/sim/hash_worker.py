@@ -95,6 +95,7 @@ class HashWorker:
         self.rings: Ints = np.full((num_slots, ring), NOTHING, np.int64)
         self.snapshots: Ints = np.full((num_snapshots, ring), NOTHING, np.int64)
         self.staging: dict[str, Staged] = {}  # by name
+        self.unread: set[str] = set()  # of these, those that cannot be attached any more
         self.reset()
 
     def reset(self) -> None:
@@ -129,6 +130,9 @@ class HashWorker:
         if plan.seen < self.aborted:
             self.aborted = plan.seq
             return StepResult(plan.seq, aborted=True)
+        if plan.restores and plan.staging in self.unread:
+            self.aborted = plan.seq
+            return StepResult(plan.seq, aborted=True, unrestored=True)
         new = {sequence.slot: sequence for sequence in plan.new}
         slots = copy.deepcopy(self.slots) if abandon else self.slots
         for sequence in plan.new:

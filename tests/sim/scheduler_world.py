@@ -62,6 +62,7 @@ MS = 1_000_000
 FAULTS_END_NS = 600 * MS
 LIMIT_NS = 30_000 * MS
 WAKE_NS_MIN = 2 * MS
+UNREAD = 0.1  # of the plans that restore something find their staging arena gone, while faults last
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -261,6 +262,8 @@ class RankUnderTest:
             return  # died with its step, or serves another scheduler now
         world = self.world
         abandon = world.chance(world.options.abandon)
+        if plan.restores and world.faulty and world.side.random() < UNREAD:
+            worker.unread.add(plan.staging)  # from here on, for this plan and all that follow
         result = worker.run(plan, abandon=abandon)
         result = msgspec.structs.replace(result, step_us=1000 + 50 * len(plan.token_ids) // 4)
         self.onlooker.done(plan.seq)
@@ -281,6 +284,7 @@ class World:
         options: Callable[[Random], Options] = Options.of,
     ) -> None:
         self.rng, self._moves_rng = Random(seed), Random(-seed - 1)
+        self.side = Random(f"{seed}, on the side")
         self.options = options(self.rng)
         self.ring = ring or {}
         self.now_ns = 0
