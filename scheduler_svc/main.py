@@ -1,8 +1,9 @@
 """The scheduler process of one rank: sockets, rings and clock around the core.
 
-While a step is under way it sleeps on the seat's bell in short slices and looks at its sockets in
-between; otherwise it sleeps in the poller. A worker that never answers is the supervisor's affair:
-messages are served all the same.
+While a step is under way it sleeps on the seat's bell in slices and looks at its sockets in between;
+otherwise it sleeps in the poller. The slices are short, and longer the longer the worker says nothing: a
+group may be stopped for minutes. A worker that never answers is the supervisor's affair: messages are
+served all the same.
 """
 
 import time
@@ -48,7 +49,9 @@ from phalanx.scheduler_svc.events import (
 from phalanx.scheduler_svc.garbage import Garbage
 from phalanx.scheduler_svc.seat import SeatLink
 
-SLICE_MS = 2.0  # longest sleep on the bell before the sockets get a look
+SLICE_MS = 2.0  # longest sleep on the bell before the sockets get a look, while results come
+SLICE_MS_MAX = 50.0  # while none comes
+SLICE_SHARE = 1 / 8  # of the time in which none has come
 HELLO_WAIT_MS = 10.0  # a worker's hello rings the bell, which the poller does not hear
 PING_MS = 1_000
 MESSAGES_PER_TURN = 256
@@ -94,6 +97,7 @@ class Shell:
         self._staging: Arena | None = None  # for what the KV store reads back; one for each worker
         self._stagings = 0
         self._done_ns = 0  # when the tokens of the last step were sent
+        self._heard_ns = 0  # when the worker said something, or was told to
         self._garbage = Garbage()
 
     def run(self) -> None:
@@ -195,16 +199,23 @@ class Shell:
         while self.core.listens and now_ns - start_ns < SLICE_MS * 1e6:
             heard = bell.value
             if not self._take_results(now_ns):
-                bell.wait(heard, SLICE_MS)
+                bell.wait(heard, self._slice_ms(now_ns))
                 now_ns = time.monotonic_ns()
                 continue
             now_ns = time.monotonic_ns()
             self._act(now_ns)
             self._garbage.after_step()
 
+    def _slice_ms(self, now_ns: int) -> float:
+        silent_ms = (now_ns - self._heard_ns) / 1e6
+        most_ms = min(SLICE_MS_MAX, self.core.wait_ms(now_ns))
+        return max(SLICE_MS, min(silent_ms * SLICE_SHARE, most_ms))
+
     def _take_results(self, now_ns: int) -> bool:
         """Whether the worker said anything."""
         messages = self.seat.receive()
+        if messages:
+            self._heard_ns = now_ns
         for message in messages:
             failpoint("scheduler.commit.before")
             self.core.handle(message, now_ns)
@@ -268,7 +279,8 @@ class Shell:
             failpoint("scheduler.plan.before_send")
             self.seat.send(plan)
             failpoint("scheduler.plan.after_send")
-            self._sent[plan.seq] = (time.monotonic_ns(), *self.core.rows_of(plan.seq))
+            self._heard_ns = time.monotonic_ns()
+            self._sent[plan.seq] = (self._heard_ns, *self.core.rows_of(plan.seq))
         for message in actions.gateway:
             if isinstance(message, Tokens):
                 failpoint("scheduler.tokens.before_send")

@@ -184,8 +184,11 @@ class SupervisorCore:
             case Reaped():
                 return self._reaped(process, event, now_ns)
             case Observed():
-                if process.observed(event, now_ns) and process.spec.kind == "worker":
+                advanced = process.observed(event, now_ns)
+                if process.spec.kind == "worker" and advanced:
                     self.group.gets_on(process.spec.seat, now_ns)
+                if process.spec.kind == "worker" and process.phase is ProcessPhase.COMPILING:
+                    self.group.compiles(process.spec.seat, now_ns)
                 return []
             case Inspected():
                 return self._inspected(process, event, now_ns)

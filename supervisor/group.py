@@ -186,6 +186,14 @@ class Group:
         if self.phase is GroupPhase.GOING and seat in self.waiting:
             self.waiting[seat] = Patience(now_ns)
 
+    def compiles(self, seat: int, now_ns: int) -> None:
+        """Its worker compiles a kernel and cannot answer before that is done, which takes some seconds: less than
+        the start of another one would."""
+        if self.change is None or now_ns - self.change.decided_ns > GO_ACK_MS * _MS:
+            return
+        if self.phase is GroupPhase.STOPPING and seat in self.waiting:
+            self.waiting[seat] = Patience(now_ns)
+
     def overdue(self, now_ns: int) -> list[tuple[int, str]]:
         """Members that did not acknowledge in time, and why they count as lost."""
         stopping = self.phase is GroupPhase.STOPPING

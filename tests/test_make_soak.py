@@ -84,7 +84,7 @@ def run_tests(folder: Path, *options: str) -> Found:
     ]
     subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-p", "records", *arguments, str(folder)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
         capture_output=True,
         check=False,
     )

@@ -56,7 +56,8 @@ def compiling_ahead(
     Yields what tells how many there are so far.
 
     What a kernel would have written stays what it was, and new tensors are zeros: whoever uses a
-    result must do with those. A compilation that fails raises at the end.
+    result must do with those. A compilation that fails raises at the end. Whoever leaves by an exception does not
+    wait for what is being compiled, which ends in its own time.
 
     One process of a machine at a time: others wait, and find what it made in Triton's cache. One that
     gets no further is not waited for.
@@ -111,9 +112,10 @@ def _forget_failed(kernels: set[Any]) -> None:
 
 @contextmanager
 def _compiled_by(pool: ThreadPoolExecutor) -> Iterator[None]:
+    mode = triton.AsyncCompileMode(pool).__enter__()
     try:
-        with triton.AsyncCompileMode(pool):
-            yield
+        yield
+        mode.__exit__(None, None, None)  # it would wait for all of them after an exception, too
     finally:
         active_mode.set(None)  # Triton does not get to it when a compilation fails
 
@@ -171,11 +173,19 @@ class _Compilers(ThreadPoolExecutor):
         else:
             super().__init__(threads, "compile")
         self.futures: list[Future[Any]] = []
+        self._given_up = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._given_up = kind is not None
+        self.shutdown(wait=kind is None, cancel_futures=kind is not None)
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         def compile_and_load() -> Any:
             kernel = fn(*args, **kwargs)
-            _ = kernel.run  # what launches it is made by a C compiler, when it is first asked for
+            if not self._given_up:
+                _ = (
+                    kernel.run
+                )  # what launches it is made by a C compiler, when it is first asked for
             return kernel
 
         self.futures.append(super().submit(compile_and_load))

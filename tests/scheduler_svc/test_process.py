@@ -252,6 +252,25 @@ def test_idle_costs_next_to_nothing_and_a_stop_leaves_nothing(bench: Bench) -> N
     assert not bench.of(Done)
 
 
+@pytest.mark.timed
+def test_a_group_that_is_stopped_costs_next_to_nothing_and_goes_on_at_once(bench: Bench) -> None:
+    bench.publish(1)
+    bench.until(bench.accepting)
+    bench.frozen = True
+    bench.send(submit(1, [1, 2, 3]))
+    bench.until(lambda: read_queues(bench.config.node)["ranks"][0]["running"] == 1)
+    before, end = _cpu_s(bench.process.pid), time.monotonic() + 2.5
+    while time.monotonic() < end:  # a measured span, not a wait for something
+        bench.turn()
+        time.sleep(0.02)
+    assert _cpu_s(bench.process.pid) - before <= 0.06
+    bench.send(submit(2, [1, 2]))
+    bench.until(lambda: Submitted(2, 0, 1) in bench.heard)
+    bench.frozen = False
+    bench.until(finished(bench, 2))
+    assert outputs(bench, 1) == (fault_free([1, 2, 3], 1, 30), "length")
+
+
 @pytest.mark.parametrize("bench", [True], indirect=True)
 def test_prompts_go_to_the_store_and_its_death_ends_the_wait(bench: Bench) -> None:
     """A store that dies with puts unanswered costs nothing: the next one gets the next prompt's at once."""

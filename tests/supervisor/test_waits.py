@@ -145,6 +145,35 @@ def test_a_rank_that_compiles_may_keep_its_peers_waiting() -> None:
     assert not any(hung(story, f"worker-{seat}") for seat in range(3))
 
 
+def compile_during_stop(story: Story, ms: int) -> None:
+    story.dies("worker-1").acks(stop=3, seats=(0,))
+    story.silent.add("worker-2")
+    since_ns = story.now_ns
+    while story.now_ns - since_ns < ms * MS:
+        story.feed(Observed("worker-2", 1, since_ns, 5, ProcessPhase.COMPILING))
+        story.wait(100).feed(Inspected("worker-2", 1, "R", 0))
+
+
+def test_a_survivor_that_compiles_answers_stop_when_it_is_done() -> None:
+    story = running()
+    compile_during_stop(story, 5 * STOP_ACK_MS)
+    assert not hung(story, "worker-2")
+    story.feed(Observed("worker-2", 1, story.now_ns, 6, ProcessPhase.BUSY)).wait(STOP_ACK_MS // 2)
+    story.acks(stop=3, seats=(2,)).acks(go=4, seats=(0, 2))
+    assert story.epoch == 4 and not hung(story, "worker-2")
+
+
+def test_a_survivor_that_compiles_for_ever_or_does_not_answer_afterwards_is_lost() -> None:
+    story = running()
+    compile_during_stop(story, GO_ACK_MS + 3 * STOP_ACK_MS)
+    assert hung(story, "worker-2") and not hung(story, "worker-0")
+    story = running()
+    compile_during_stop(story, 3 * STOP_ACK_MS)
+    story.feed(Observed("worker-2", 1, story.now_ns, 6, ProcessPhase.BUSY)).wait(600)
+    story.feed(Inspected("worker-2", 1, "S", 0)).wait(STOP_ACK_MS)
+    assert hung(story, "worker-2") and not hung(story, "worker-0")
+
+
 def test_a_survivor_that_loads_many_experts_is_waited_for() -> None:
     story = running()
     story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0,))

@@ -46,6 +46,7 @@ class Compiler:
         self.made: list[str] = []
         self.launched = 0
         self.fails = False
+        self.held: threading.Event | None = None  # nothing is ready before it is set
         self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
 
@@ -53,6 +54,8 @@ class Compiler:
         with self._lock:
             self.at_once += 1
             self.most_at_once = max(self.at_once, self.most_at_once)
+        if self.held:
+            assert self.held.wait(60)
         time.sleep(0.2)
         with self._lock:
             self.at_once -= 1
@@ -151,6 +154,27 @@ def test_an_error_within_leaves_launches_as_they_were(cache: Path) -> None:
         raise KeyError
     assert JITFunction.run is launch
     assert not locked(cache)
+
+
+def test_whoever_gives_up_waits_for_no_compilation(compiler: Compiler) -> None:
+    """A group that changes again meanwhile waits a second for an answer, and a kernel takes several."""
+    kernel, x, launch = JITFunction(fill), torch.zeros(64, dtype=torch.int32), JITFunction.run
+    compiler.held = threading.Event()
+
+    def over(*_: object) -> None:
+        raise KeyError("over")
+
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="over"), compiling_ahead(ignored, over, ignored):
+        for block in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+            kernel[(1,)](x, 17, BLOCK=block)
+    assert time.monotonic() - began < 5 and not compiler.made
+    assert JITFunction.run is launch
+    compiler.held.set()
+    with compiling_ahead(ignored, ignored, ignored):  # which may be tried again
+        kernel[(1,)](x, 17, BLOCK=64)
+    kernel[(1,)](x, 17, BLOCK=64)
+    assert compiler.launched == 1 and len(compiler.made) <= 1 + len(os.sched_getaffinity(0))
 
 
 def test_every_variant_is_a_sign_of_life(compiler: Compiler) -> None:
