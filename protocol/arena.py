@@ -6,6 +6,7 @@ bytes: it carries a `Handle`, whose generation is checked before and after a cop
 Plain mmap, not multiprocessing.shared_memory: its tracker unlinks segments that others still use.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import math
@@ -28,6 +29,7 @@ HEADER_BYTES = 4096  # one page, so that the payload is page-aligned
 _HEADER = struct.Struct(
     "<IIQII64s"
 )  # magic, version, payload bytes, generation slots, reserved, owner
+_MAGIC = struct.Struct("<I")
 _GENERATIONS_AT = 128
 GENERATIONS_MAX = (HEADER_BYTES - _GENERATIONS_AT) // 4
 KEEP_FREE_BYTES = 16 << 20  # for arenas without which a rank that lives could not go on
@@ -299,6 +301,32 @@ def sweep(node: str, keep: frozenset[str] = frozenset()) -> list[str]:
     return [
         path.name for path in _paths(node) if path.name not in keep and _remove_if_abandoned(path)
     ]
+
+
+def sweep_if_dead(node: str) -> list[str]:
+    """Remove the node's arenas if none of them has an owner, which a live node's supervisor is. Returns their names.
+
+    For a name that several run directories may have: earlier versions used the last part alone.
+    """
+    with contextlib.ExitStack() as opened:
+        found: list[Path] = []
+        for path in _paths(node):
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            except OSError:
+                continue
+            opened.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _MAGIC.unpack(os.pread(fd, _MAGIC.size, 0)) == (MAGIC,):
+                    found.append(path)
+            except BlockingIOError:
+                return []
+            except (OSError, struct.error):  # no file, or too short for one of ours
+                continue
+        for path in found:
+            path.unlink(missing_ok=True)
+        return [path.name for path in found]
 
 
 def names(node: str) -> list[str]:

@@ -98,11 +98,15 @@ def read_pid(run_dir: Path) -> int:
 
 
 def clean(run_dir: Path) -> list[str]:
-    """Remove what a killed node left: sockets, its failure report, shared memory. Returns the last."""
+    """Remove what a killed node left: sockets, its failure report, shared memory. Returns the last.
+
+    Also under the names that it had before they told run directories apart: nobody else would remove that
+    after an upgrade, and it may be most of the memory.
+    """
     for path in run_dir.glob("*.sock"):
         path.unlink(missing_ok=True)
     (run_dir / FAILED_FILE).unlink(missing_ok=True)
-    return arena.sweep(node_name(run_dir))
+    return arena.sweep(node_name(run_dir)) + arena.sweep_if_dead(run_dir.name)
 
 
 def holders(run_dir: Path) -> list[int]:

@@ -312,12 +312,13 @@ def test_fifty_streams_do_not_notice(served: Node, base: str, calm: list[str], v
 def test_a_node_that_stops_finishes_its_streams_and_refuses_others(
     start_node: Callable[..., Node],
 ) -> None:
-    node = start_node(1, "--http", "0")
+    node = start_node(1, "--http", "0", "--inject")
     found = json.loads(Path(node.run_dir, "http.json").read_text())
     url = f"http://{found['host']}:{found['port']}/v1/chat/completions"
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 150, "ignore_eos": True, "seed": 1}
     probe = body | {"max_tokens": 1}
     calm = httpx.post(url, json=body, timeout=60).json()["choices"][0]["message"]
+    node.inject("slow", "worker", ms=200)  # the stream is still there when others are refused
     stopping = None
     thought = ""
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as running:
@@ -331,6 +332,7 @@ def test_a_node_that_stops_finishes_its_streams_and_refuses_others(
                 wait_for(
                     lambda: httpx.post(url, json=probe, timeout=60).status_code == 503, 20, "503"
                 )
+                node.clear()
     assert thought == calm["reasoning_content"]
     assert stopping is not None and stopping.wait(120) == 0
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.protocol.arena import SHM, Arena, arena_name, names, sweep
+from phalanx.protocol.arena import SHM, Arena, arena_name, names, sweep, sweep_if_dead
 from phalanx.protocol.config import node_name
 from phalanx.protocol.errors import ArenaError
+from phalanx.supervisor.lock import clean
 
 
 @pytest.fixture
@@ -104,3 +105,37 @@ def test_directories_that_are_called_the_same_are_other_nodes(tmp_path: Path) ->
     first.mkdir(parents=True)
     second.parent.symlink_to(first.parent)
     assert node_name(first) == node_name(second)  # it is one directory
+
+
+def let_go(owner: Arena) -> None:
+    """As the kernel does when the owner dies."""
+    fcntl.flock(owner._fd, fcntl.LOCK_UN)
+
+
+def test_of_a_shared_name_all_goes_once_nobody_owns_any_of_it(node: str) -> None:
+    """Under the names of earlier versions a live node looks like a dead one of another directory."""
+    board, pool = (Arena.create(arena_name(node, kind, 0), 4096) for kind in ("board", "kv0"))
+    (SHM / arena_name(node, "foreign", 0)).write_bytes(b"not an arena, though it is as long as one")
+    (SHM / arena_name(node, "empty", 0)).write_bytes(b"")
+    let_go(pool)  # a worker fell; the next one finds what it left
+    assert sweep_if_dead(node) == []
+    let_go(board)
+    assert sweep_if_dead(node) == [board.name, pool.name]
+    assert names(node) == [arena_name(node, "empty", 0), arena_name(node, "foreign", 0)]
+    board.close()
+    pool.close()
+
+
+def test_a_start_removes_what_a_node_left_under_the_name_that_it_had(
+    node: str, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / node
+    run_dir.mkdir()
+    left = [Arena.create(arena_name(name, "kv0", 3), 4096) for name in (node, node_name(run_dir))]
+    other = Arena.create(arena_name(f"{node}-b", "kv0", 3), 4096)
+    for one in (*left, other):
+        let_go(one)
+    assert sorted(clean(run_dir)) == sorted(one.name for one in left)
+    assert names(f"{node}-b") == [other.name]
+    for one in (*left, other):
+        one.close()
