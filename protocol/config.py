@@ -10,6 +10,7 @@ import msgspec
 
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.limits import BLOCK_SIZE, DRAIN_MS, MAX_SEATS, OPEN_REQUESTS_MAX
+from phalanx.protocol.rundir import write_whole
 
 CONFIG_FILE = "config.json"
 
@@ -267,9 +268,8 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def save(self, name: str = CONFIG_FILE) -> Path:
         """Write it to the run directory, whole or not at all. Returns the path."""
         path = self.run_path / name
-        scratch = path.with_suffix(".tmp")
-        scratch.write_bytes(self._text())
-        return scratch.replace(path)
+        write_whole(path, self._text())
+        return path
 
     def is_saved(self) -> bool:
         """Whether the run directory has it as it is here."""

@@ -1,5 +1,6 @@
 """The run directory: sockets, journal, logs and pid files of one node, mode 0700."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -32,6 +33,18 @@ def open_output(path: Path) -> BinaryIO:
         return path.open("ab")
     except OSError:
         return Path(os.devnull).open("ab")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file, whole or not at all. Raises OSError: the disk may be full."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            scratch.unlink()
+        raise
 
 
 def prepare(run_dir: Path) -> Path:
@@ -75,8 +88,8 @@ def is_running(run_dir: Path) -> bool:
 
 
 def write_plan(run_dir: Path, seat: int, plan: list[tuple[str, str]]) -> None:
-    """Say what a rank's memory goes to: (item, size) in the order to be shown."""
-    (run_dir / PLAN_FILE.format(seat=seat)).write_text(json.dumps(dict(plan)))
+    """Say what a rank's memory goes to: (item, size) in the order to be shown. Raises OSError."""
+    write_whole(run_dir / PLAN_FILE.format(seat=seat), json.dumps(dict(plan)).encode())
 
 
 def forget_plans(run_dir: Path) -> None:
@@ -91,5 +104,6 @@ def read_plans(run_dir: Path) -> dict[int, dict[str, str]]:
     for path in run_dir.glob(PLAN_FILE.format(seat="*")):
         seat = path.stem.removeprefix("memory-")
         if seat.isdigit():
-            found[int(seat)] = json.loads(path.read_text())
+            with contextlib.suppress(OSError, ValueError):
+                found[int(seat)] = json.loads(path.read_bytes())
     return dict(sorted(found.items()))

@@ -14,6 +14,7 @@ from phalanx.protocol.rundir import (
     KVSTORE_SOCKET,
     PID_FILE,
     SUPERVISOR_SOCKET,
+    write_whole,
 )
 
 _FRESH_NS = 1_000_000_000
@@ -57,7 +58,7 @@ class Files:
                 self._kept[name] = path.read_bytes()
             except FileNotFoundError:
                 if name in self._kept:
-                    path.write_bytes(self._kept[name])
+                    write_whole(path, self._kept[name])
                     back.append(name)
         return back
 

@@ -11,7 +11,7 @@ from phalanx.protocol import arena
 from phalanx.protocol.config import node_name
 from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.limits import OLD_NODE_MS
-from phalanx.protocol.rundir import LOCK_FILE, PID_FILE
+from phalanx.protocol.rundir import LOCK_FILE, PID_FILE, write_whole
 
 FAILED_FILE = "failed.json"
 _POLL_S = 0.02
@@ -63,7 +63,8 @@ class NodeLock:
         self._write_pid()
 
     def _write_pid(self) -> None:
-        (self.run_dir / PID_FILE).write_text(f"{os.getpid()}\n")
+        with contextlib.suppress(OSError):  # it is for people, and the disk may be full
+            write_whole(self.run_dir / PID_FILE, f"{os.getpid()}\n".encode())
 
     def restore(self) -> bool:
         """Make the lock's file anew when somebody deleted it: without it nobody sees that a node runs.

@@ -1,5 +1,6 @@
 """The supervisor process: feeds the core with what happens and carries out what it decides."""
 
+import contextlib
 import gc
 import json
 import os
@@ -129,7 +130,7 @@ def run_processes(
     try:
         config.check()
         _check_name_free(config)
-        config.save()
+        _save(config)
         node = Node(config, table, placements(), lock, on_event)
         if keep_weights:
             node.keep_weights(lock.children_fd)
@@ -142,6 +143,13 @@ def run_processes(
         lock.release()
 
 
+def _save(config: NodeConfig) -> None:
+    try:
+        config.save()
+    except OSError as error:
+        raise ConfigError(f"cannot write to {config.run_dir}: {error.strerror}") from error
+
+
 def _check_name_free(config: NodeConfig) -> None:
     """Two containers may share /dev/shm and have a run directory each at the same path."""
     if alive := arena.names(config.node):  # what was abandoned has just been swept
@@ -152,9 +160,11 @@ def _check_name_free(config: NodeConfig) -> None:
 
 
 def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
-    """Leave word for whoever waits for the node: the command line reads it when we are gone."""
+    """Leave word for whoever waits for the node: the command line reads it when we are gone. Without disk, or
+    without a directory, nobody is told more than the exit code."""
     text = json.dumps({"code": int(code), "reason": reason})
-    (run_dir / FAILED_FILE).write_text(text + "\n")
+    with contextlib.suppress(OSError):
+        rundir.write_whole(run_dir / FAILED_FILE, f"{text}\n".encode())
 
 
 class Node:

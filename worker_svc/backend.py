@@ -109,7 +109,10 @@ class ModelBackend:
             self._warm_up()
         plan = [*self._engine.sizes.lines(), *self._loss_lines()]
         service.log.info("memory plan", **dict(plan))
-        write_plan(config.run_path, service.seat, plan)
+        try:
+            write_plan(config.run_path, service.seat, plan)
+        except OSError as error:  # it is for people
+            service.log.warning("memory plan not written", error=str(error))
 
     @property
     def expert_slots(self) -> int:

@@ -8,13 +8,14 @@ import msgspec
 
 from phalanx.protocol.config import HttpConfig
 from phalanx.protocol.errors import ConfigError
-from phalanx.protocol.rundir import HTTP_FILE
+from phalanx.protocol.log import Logger
+from phalanx.protocol.rundir import HTTP_FILE, write_whole
 
 _BACKLOG = 2048
 
 
-def listen(config: HttpConfig, run_dir: Path) -> socket.socket:
-    """The listening socket; its address is written to the run directory. Raises ConfigError.
+def listen(config: HttpConfig, run_dir: Path, log: Logger) -> socket.socket:
+    """The listening socket; its address is written to the run directory, if it has room. Raises ConfigError.
 
     With port 0 the system chooses once in the life of a run directory's node: a restart takes the same.
     """
@@ -35,7 +36,11 @@ def listen(config: HttpConfig, run_dir: Path) -> socket.socket:
             failure = error
             continue
         found.setblocking(False)
-        kept.write_bytes(msgspec.json.encode({"host": config.host, "port": found.getsockname()[1]}))
+        address = {"host": config.host, "port": found.getsockname()[1]}
+        try:
+            write_whole(kept, msgspec.json.encode(address))
+        except OSError as error:
+            log.warning("address not written", **address, error=str(error))
         return found
     raise ConfigError(
         f"cannot listen on {config.host}, port {port}: {failure}; choose another with --http"

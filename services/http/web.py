@@ -64,7 +64,7 @@ class Web:
     async def run(self) -> None:
         """Serve until told to stop."""
         service = self._service
-        listener = listen(self._config, service.run_dir)
+        listener = listen(self._config, service.run_dir, service.log)
         await self._gateway()
         async with AsyncClient(service.run_dir) as client:
             server = Server(

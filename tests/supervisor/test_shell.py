@@ -289,6 +289,16 @@ def test_bad_input_ends_the_node_and_says_why(node: TestNode) -> None:
     assert_nothing_left(node)
 
 
+def test_a_node_that_cannot_write_why_it_ends_ends_as_it_should(node: TestNode) -> None:
+    """On a full disk, say: it has its exit code all the same, and leaves nothing."""
+    node.behave("kvstore", "bad input")
+    node.start()
+    until(node.children)
+    (node.run_dir / FAILED_FILE).mkdir()
+    assert wait_end(node, 60) == ExitCode.BAD_INPUT
+    assert_nothing_left(node)
+
+
 @pytest.mark.slow  # the delays between the restarts add up to 11 s
 def test_a_process_that_keeps_crashing_ends_the_node(node: TestNode) -> None:
     node.behave("tokenizer-0", "crash")
