@@ -231,7 +231,7 @@ class Node:
                     self._look_at_files()
                     self._look_at_standbys(now_ns)
                     if self._weights is not None:
-                        self._weights.look()
+                        self._weights.look(now_ns)
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
@@ -349,7 +349,8 @@ class Node:
                 self._events.append(ScrubHeard(scrubbed))
             case StatusQuery(call):
                 now_ns = time.monotonic_ns()
-                reply = status(self._core, self._config, os.getpid(), call, now_ns)
+                missing = self._weights.missing if self._weights is not None else ""
+                reply = status(self._core, self._config, os.getpid(), call, now_ns, missing)
                 send_to(self._watch.socket, identity, encode(reply))
             case Inject():
                 self._inject(identity, message)

@@ -11,11 +11,18 @@ _MS = 1_000_000
 
 
 def status(
-    core: SupervisorCore, config: NodeConfig, supervisor_pid: int, call: int, now_ns: int
+    core: SupervisorCore,
+    config: NodeConfig,
+    supervisor_pid: int,
+    call: int,
+    now_ns: int,
+    note: str = "",
 ) -> StatusReply:
+    """`note`: what people should know of a node that is healthy all the same."""
     reasons = core.reasons()
+    told = "; ".join((*reasons, note) if note else reasons)
     own_state = "ready" if core.stage is NodeStage.RUNNING else core.stage.name.lower()
-    own = ProcessStatus("supervisor", supervisor_pid, own_state, 0, 0, 1, "; ".join(reasons))
+    own = ProcessStatus("supervisor", supervisor_pid, own_state, 0, 0, 1, told)
     return StatusReply(
         call=call,
         healthy=not reasons,

@@ -3,11 +3,14 @@
 What is in it is the business of `phalanx.worker_svc.host_weights`, which runs in a process of its own.
 """
 
+import contextlib
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +20,14 @@ from phalanx.protocol.rundir import LOG_DIR
 from phalanx.supervisor.spawn import die_with
 
 _FILLER = [sys.executable, "-P", "-m", "phalanx.worker_svc.host_weights"]
-_GRACE_S = 5.0
+_GRACE_S = 1.0
+_STILL_NS = (
+    120_000_000_000  # without a tick of CPU time; it gives way to everybody, so it may be slow
+)
+_AGAIN_NS, _AGAIN_NS_MAX = (
+    60_000_000_000,
+    3_600_000_000_000,
+)  # tried again after so long, then twice
 
 
 class WeightsKeeper:
@@ -29,9 +39,14 @@ class WeightsKeeper:
         self._out = run_dir / LOG_DIR / "weights.out"
         self._fd = -1
         self._filler: subprocess.Popen[bytes] | None = None
+        self._ending: list[subprocess.Popen[bytes]] = []  # killed, not reaped yet
+        self._ticks = self._moved_ns = 0  # its CPU time, and when that was seen to grow
+        self._delay_ns, self._again_ns = _AGAIN_NS, 0
+        self.missing = ""  # why it is not held, for people
 
     def start(self) -> None:
         """Begin to fill it; returns at once."""
+        self._again_ns, self._moved_ns = 0, time.monotonic_ns()
         try:
             self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,28 +61,62 @@ class WeightsKeeper:
                     preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509
                 )
         except OSError as error:
-            self._log.warning("host weights are not held", reason=str(error))
+            self._failed(str(error), time.monotonic_ns())
 
-    def look(self) -> None:
-        """Note how the filling ended, once it has."""
-        if self._filler is None or self._filler.poll() is None:
+    def look(self, now_ns: int) -> None:
+        """Note how the filling ended, once it has; begin anew when it is time."""
+        self._ending = [filler for filler in self._ending if filler.poll() is None]
+        if self._filler is None:
+            if self._again_ns and now_ns >= self._again_ns:
+                self.start()
+            return
+        code = self._filler.poll()
+        if code is None:
+            if self._hangs(self._filler.pid, now_ns):
+                self._kill(0)
+                self._failed(f"filling it made no progress for {_STILL_NS // 10**9} s", now_ns)
             return
         self._filler = None
         try:
             said = json.loads(self._out.read_text().splitlines()[-1])
         except (OSError, ValueError, IndexError):
-            said = {"held": False, "reason": f"see {self._out}"}
-        if said.pop("held", False):
+            said = {}
+        if code == 0 and said.pop("held", False):
+            self.missing, self._delay_ns = "", _AGAIN_NS
             self._log.info("host weights are held", **said)
         else:
-            self._log.warning("host weights are not held", **said)
-            self._drop()
+            killed = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._failed(str(said.get("reason") or f"{killed}, see {self._out}"), now_ns)
 
-    def close(self) -> None:
+    def _hangs(self, pid: int, now_ns: int) -> bool:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return False  # it has just ended
+        ticks = int(fields[11]) + int(fields[12])
+        if ticks != self._ticks:
+            self._ticks, self._moved_ns = ticks, now_ns
+        return now_ns - self._moved_ns > _STILL_NS
+
+    def _failed(self, reason: str, now_ns: int) -> None:
+        self._drop()
+        self._log.warning(
+            "host weights are not held", reason=reason, again_s=self._delay_ns // 10**9
+        )
+        self.missing = f"workers read the checkpoint's files, there is no copy in memory: {reason}"
+        self._again_ns = now_ns + self._delay_ns
+        self._delay_ns = min(2 * self._delay_ns, _AGAIN_NS_MAX)
+
+    def _kill(self, wait_s: float) -> None:
+        """One that sleeps in the kernel is left to it: its lock on the directory tells of it."""
         if self._filler is not None:
             self._filler.kill()
-            self._filler.wait(_GRACE_S)
-            self._filler = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._filler.wait(wait_s)
+            self._ending, self._filler = [*self._ending, self._filler], None
+
+    def close(self) -> None:
+        self._kill(_GRACE_S)
         self._drop()
 
     def _drop(self) -> None:
