@@ -288,6 +288,15 @@ class SeatRow:
     def placement_slots(self, slots: int) -> None:
         self._u64[self._at64 + 13] = slots
 
+    @property
+    def placement_copied(self) -> int:
+        """Grows with each piece of work for a proposal: experts copied, layers laid out."""
+        return self._u64[self._at64 + 14]
+
+    @placement_copied.setter
+    def placement_copied(self, pieces: int) -> None:
+        self._u64[self._at64 + 14] = pieces
+
     # Written by the scheduler: which link arena the worker shall use.
     @property
     def link(self) -> int:

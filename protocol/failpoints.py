@@ -24,6 +24,11 @@ NAMES = {
     "worker.go.after_ack": "GO is acknowledged",
     "worker.connect.before": "the even epoch is seen, no peer is mapped",
     "worker.connect.after": "every peer is mapped",
+    # Experts move while the group runs.
+    "worker.rebalance.before_copy": "an expert of a proposed placement is about to be copied",
+    "worker.rebalance.after_copy": "it is in its slot",
+    "worker.rebalance.before_flip": "every rank is ready, the next step is still to be routed anew",
+    "worker.rebalance.after_flip": "rows go by the new placement from here on",
     "worker.link.before_hello": "a scheduler's link is taken up, its hello is not sent",
     # A step.
     "worker.step.before_enter": "a plan is read, the step is not posted",

@@ -9,7 +9,7 @@ import torch
 
 from phalanx.kernels import registry
 from phalanx.protocol.board import ProcessPhase
-from phalanx.protocol.errors import ConfigError, EpochChanged
+from phalanx.protocol.errors import ConfigError, EpochChanged, NoRoom
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.placement import (
     EMPTY,
@@ -41,6 +41,8 @@ from phalanx.worker_svc.model.recorded import RecordedSteps, cuda_graphs
 from phalanx.worker_svc.model.shards import CheckpointError
 from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.model.weights_hash import weights_hash
+from phalanx.worker_svc.rebalance import NotReady
+from phalanx.worker_svc.spare import spare_slots
 from phalanx.worker_svc.warm import warm_up, warm_up_experts
 
 
@@ -125,7 +127,7 @@ class ModelBackend:
         experts, held = self._weights.config.n_routed_experts, len(self._weights.slots(0))
         ranks, sizes = self._service.config.ranks, self._engine.sizes
         return loss_lines(
-            *(ranks, experts, held, self.expert_slots),
+            *(ranks, experts, held, self._spare, self.expert_slots),
             *(sizes.num_blocks - 1, self._service.config.scheduler.max_num_seqs),
         )
 
@@ -216,8 +218,10 @@ class ModelBackend:
             layers, experts = model.num_hidden_layers, model.n_routed_experts
             placement = initial_placement(layers, experts, range(config.ranks), slots)
         index, used = placement.seats.index(self._seat), slots_used(placement, self._seat)
+        self._spare = spare_slots(config, model, device, used)
         backbone = [
-            [max(e, 0) for e in layer[index][:used]] for layer in placement.physical_to_logical
+            [*layer[index][:used], *[EMPTY] * self._spare]
+            for layer in placement.physical_to_logical
         ]
         drafts: list[list[int]] = [[]] * model.draft_stages  # nobody serves from them
         return load_checkpoint(
@@ -344,6 +348,36 @@ class ModelBackend:
     def connect(self, group: Group, incarnations: dict[int, int]) -> None:
         assert self._exchange is not None, "an epoch is prepared before it runs"
         self._exchange.connect(group, incarnations)
+
+    # ------------------------------------------------------------------ another placement while it runs
+
+    @property
+    def slots(self) -> int:
+        layers = range(self._weights.config.num_hidden_layers)
+        return min(len(self._weights.slots(layer)) for layer in layers)
+
+    def bring(self, layer: int, slot: int, expert: int) -> None:
+        """On a GPU in the order of its stream: behind every step that could have read the slot."""
+        if self._weights.slots(layer)[slot] == expert:
+            return
+        self._look_for_host_weights()
+        try:
+            with torch.inference_mode(), room_for("while an expert was copied"):
+                matrices = self._weights.load_expert(layer, expert)
+                self._weights.put_expert(layer, slot, expert, matrices)
+        except (NoRoom, MemoryError, OSError, CheckpointError) as error:
+            raise NotReady(f"layer {layer}, expert {expert}: {error}") from error
+        self._alive()
+
+    def lay_out(self, placement: Placement, layer: int) -> None:
+        try:
+            with room_for("while rows were laid out"):
+                self._experts.lay_out(placement, layer)
+        except NoRoom as error:
+            raise NotReady(f"layer {layer}: {error}") from error
+
+    def flip(self) -> None:
+        self._experts.flip()
 
     # ------------------------------------------------------------------ reports
 

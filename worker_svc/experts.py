@@ -28,13 +28,11 @@ class CopyTable:
     @classmethod
     def of(cls, placement: Placement, layer: int, device: torch.device) -> "CopyTable":
         held = copies(placement, layer)
-        shape = (len(held), max(map(len, held)))
-        seats, slots = torch.zeros(2, *shape, dtype=torch.int64)
-        for expert, places in enumerate(held):
-            for column, (seat, slot) in enumerate(places):
-                seats[expert, column], slots[expert, column] = seat, slot
         counts = torch.tensor([len(places) for places in held])
-        return cls(seats.to(device), slots.to(device), counts.to(device), shape[1] == 1)
+        most = int(counts.max())
+        padded = [places + [(0, 0)] * (most - len(places)) for places in held]
+        seats, slots = torch.tensor(padded, dtype=torch.int64).permute(2, 0, 1).contiguous()
+        return cls(seats.to(device), slots.to(device), counts.to(device), most == 1)
 
     def choose(self, topk_idx: Tensor, copy_keys: Tensor) -> tuple[Tensor, Tensor]:
         """(seat, slot) of each pick, int64 [R, k] both."""
@@ -91,7 +89,8 @@ class OwnExperts:
 
 
 class GroupExperts:
-    """The `Experts` of a rank within a group. `enter_epoch` before the first step of each epoch.
+    """The `Experts` of a rank within a group. `enter_epoch` before the first step of each epoch; while
+    it runs, `lay_out` each layer of another placement, then `flip` to it between two steps.
 
     Attributes:
         own: what it does while there are no peers.
@@ -101,6 +100,7 @@ class GroupExperts:
         """`on_layer` is called once a layer: the sign of progress of a long step."""
         self._weights, self._seat, self._on_layer = weights, seat, on_layer
         self._tables: list[CopyTable] = []
+        self._coming: list[CopyTable] = []  # of a placement that is not in use yet
         self.own = OwnExperts(weights)
         self._exchange: Exchange | None = None
 
@@ -118,6 +118,17 @@ class GroupExperts:
             if held not in kinds:
                 kinds[held] = CopyTable.of(placement, layer, self._weights.device)
         self._tables = [kinds[held] for held in placement.physical_to_logical]
+        self._coming = []
+
+    def lay_out(self, placement: Placement, layer: int) -> None:
+        """Where rows of the layer go under a placement that may come; layer 0 begins another one."""
+        assert layer in (0, len(self._coming))
+        self._coming[layer:] = [CopyTable.of(placement, layer, self._weights.device)]
+
+    def flip(self) -> None:
+        """Go by what was laid out, from the next step on."""
+        assert len(self._coming) == len(self._tables)
+        self._tables, self._coming = self._coming, []
 
     def dispatch(
         self, layer: int, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy_keys: Tensor

@@ -4,6 +4,9 @@ Workers step together because every MoE layer needs every rank. A rank that has 
 sees a peer at its own next round, posts a vote for that round on the board; the round is over once
 every member has posted it, and all of them read the same votes. Under policy `mixed` each round is a
 step. Nobody posts: all are parked. A rank with nothing to do takes the step as a placeholder.
+
+A vote also says which placement of experts the rank could run: once all of them say the same new one,
+all go by it from that very round on.
 """
 
 import time
@@ -29,8 +32,10 @@ def nobody() -> list[int]:
 class Group:
     """This rank's view of the group during one epoch.
 
-    Args:
-        version: The placement version that this rank is ready to run.
+    Attributes:
+        version: The placement version that the group runs.
+        ready: The one that this rank could run in its next round; between rounds it may become another
+            one, or `version` again.
     """
 
     def __init__(
@@ -42,7 +47,8 @@ class Group:
         beat: Callable[[], None],
         version: int = 0,
     ) -> None:
-        self.board, self.seat, self.epoch, self.version = board, seat, epoch, version
+        self.board, self.seat, self.epoch = board, seat, epoch
+        self.version = self.ready = version
         self.members = sorted(members)
         self.peers = [member for member in self.members if member != seat]
         self.round = 1  # the next one
@@ -63,7 +69,7 @@ class Group:
         return self.votes()
 
     def post(self, vote: int) -> None:
-        self.board.seats[self.seat].post(self.epoch, self.round, vote, self.version)
+        self.board.seats[self.seat].post(self.epoch, self.round, vote, self.ready)
         self.ring_peers()
 
     def complete(self) -> bool:
@@ -83,15 +89,20 @@ class Group:
     def votes(self) -> list[int]:
         """The votes of the complete round, by seat; the next round begins.
 
-        Raises PhalanxError when a peer would run another placement: rows would meet wrong experts.
+        When all are ready for the same placement, `version` is that one. All ranks read the same votes:
+        they change together, or not at all.
+
+        Raises PhalanxError when a peer still runs an earlier placement: rows would meet wrong experts.
         """
         found = [self.board.seats[member].vote(self.round) for member in self.members]
-        lowest = min(version for _, version in found)
-        if lowest != self.version:
+        versions = {version for _, version in found}
+        if min(versions) < self.version:
             raise PhalanxError(
                 f"rank {self.seat} runs placement {self.version}, a rank of {self.peers} only"
-                f" {lowest}, in round {self.round} of epoch {self.epoch}"
+                f" {min(versions)}, in round {self.round} of epoch {self.epoch}"
             )
+        if versions == {self.ready}:
+            self.version = self.ready
         self.round += 1
         return [vote for vote, _ in found]
 

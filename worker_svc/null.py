@@ -118,6 +118,19 @@ class NullBackend:
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
         return 0
 
+    @property
+    def slots(self) -> int:
+        return 0
+
+    def bring(self, layer: int, slot: int, expert: int) -> None:
+        pass
+
+    def lay_out(self, placement: Placement, layer: int) -> None:
+        pass
+
+    def flip(self) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 

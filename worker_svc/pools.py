@@ -22,7 +22,7 @@ _DRIVER_BYTES: Final = 1 << 30  # of a GPU's memory that nobody holds and nobody
 # Left free where nobody says how many blocks there shall be: the next worker needs a little more or less.
 _SPARE_SHARE: Final = 64
 # CUDA's, for the code of kernels that were launched: 96 MiB with all of the full model's on an H200.
-_KERNELS_BYTES: Final = 256 << 20
+KERNELS_BYTES: Final = 256 << 20
 _LAYER_LAUNCHES = 3 << 17  # bytes, of one layer in one room
 _SHM_SHARE = 0.8  # of what is free there may hold the copies of a GPU's blocks
 _FREE_SHARE = 4  # all ranks together take at most a quarter of the free memory
@@ -70,7 +70,7 @@ class GpuPlan:
         held = torch.cuda.memory_reserved(device)
         workspace, graphs = workspace_bytes(model, config), graphs_bytes(model, config)
         name = torch.cuda.get_device_name(device)
-        return cls(name, total, held, total - free - held, workspace, graphs, _KERNELS_BYTES)
+        return cls(name, total, held, total - free - held, workspace, graphs, KERNELS_BYTES)
 
     def lines(self) -> list[tuple[str, str]]:
         return [

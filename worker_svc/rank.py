@@ -26,11 +26,12 @@ from phalanx.worker_svc.agreement import Agreement
 from phalanx.worker_svc.ballot import Next
 from phalanx.worker_svc.group import Group, nobody
 from phalanx.worker_svc.hand import PATIENCE_NS, Hand
+from phalanx.worker_svc.rebalance import Experts, Rebalance
 
 _COUNTS_EVERY_STEPS = 64  # steps between two reports of expert counts
 
 
-class Backend(Protocol):
+class Backend(Experts, Protocol):
     """What computes: the model on a device, or nothing at all (`null.py`)."""
 
     def hello(self) -> WorkerHello: ...
@@ -71,6 +72,7 @@ class Rank:
         self._service, self._board, self._backend = service, service.board, backend
         self._seat, self._row = service.seat, service.board.seats[service.seat]
         self._row.worker_incarnation = service.incarnation
+        self._row.placement_slots = backend.slots
         self._link: Link | None = None
         self._link_number = 0
         self._unread = ""  # the staging arena that could not be read last
@@ -78,7 +80,8 @@ class Rank:
         self._agreement: Agreement | None = None  # of the epoch that we are in
         self._stopped_at = 0  # the odd epoch acknowledged last
         self._prepared: Topology | None = None  # the topology that we are ready to run
-        self._placement_version = 0  # of its placement
+        self._placement: Placement | None = None  # that it begins with
+        self._rebalance: Rebalance | None = None  # of the epoch that we are in
         identity = f"{service.name}#{service.incarnation}"
         self._eplb = connect_dealer(endpoint(service.run_dir, EPLB_SOCKET), identity)
         self._steps_counted = 0
@@ -100,10 +103,12 @@ class Rank:
         self._adopt_link()
         if self._agreement is None or self._agreement.group.epoch != epoch:
             return self._enter(epoch)
+        assert self._rebalance is not None
+        moved = self._rebalance.turn()
         if not self._agreement.due():
             self._service.row.phase = ProcessPhase.READY
-            return False
-        self._round(self._agreement)
+            return moved
+        self._round(self._agreement, self._rebalance)
         return True
 
     def _read(self) -> int:
@@ -133,7 +138,7 @@ class Rank:
             for answer in self._hand.abandon():
                 self._answer(msgspec.structs.replace(answer, unrestored=True))
 
-    def _round(self, agreement: Agreement) -> None:
+    def _round(self, agreement: Agreement, rebalance: Rebalance) -> None:
         """Vote and, if that is what it comes to, take a step."""
         self._service.row.phase = ProcessPhase.BUSY
         if faults.active is not None:
@@ -142,6 +147,7 @@ class Rank:
         try:
             failpoint("worker.step.before_enter")
             next_ = self._reach(agreement)
+            rebalance.follow()
             if next_ is Next.NOTHING:
                 return
             failpoint("worker.step.after_enter")
@@ -240,7 +246,7 @@ class Rank:
         )
 
     def _prepare(self, topology: Topology) -> None:
-        self._agreement = None
+        self._agreement = self._rebalance = None
         self._backend.leave()
         if not self._is_member(topology):
             return
@@ -248,7 +254,9 @@ class Rank:
         failpoint("worker.prepare.before")
         placement = msgspec.msgpack.decode(topology.placement, type=Placement)
         loaded = self._backend.prepare(topology.epoch, topology.members(), placement)
-        self._placement_version = placement.version
+        self._placement = placement
+        self._row.placement_slots = self._backend.slots
+        self._row.placement_run = self._row.placement_ready = placement.version
         self._service.log.info("prepared", epoch=topology.epoch, experts_loaded=loaded)
 
     def _enter(self, epoch: int) -> bool:
@@ -256,8 +264,9 @@ class Rank:
         topology = self._prepared
         if topology is None or topology.epoch != epoch or not self._is_member(topology):
             return False
-        members, beat = topology.members(), self._service.beat
-        group = Group(self._board, self._seat, members, epoch, beat, self._placement_version)
+        members, beat, placement = topology.members(), self._service.beat, self._placement
+        assert placement is not None
+        group = Group(self._board, self._seat, members, epoch, beat, placement.version)
         incarnations = {seat.seat: seat.worker_incarnation for seat in topology.seats}
         failpoint("worker.connect.before")
         try:
@@ -268,6 +277,7 @@ class Rank:
         failpoint("worker.connect.after")
         config = self._service.config.scheduler
         self._agreement = Agreement(config, group, self._hand, self._read, self._answer)
+        self._rebalance = Rebalance(self._board, group, placement, self._backend, self._service.log)
         self._hand.begin_epoch(time.monotonic_ns())
         self._service.row.phase = ProcessPhase.READY
         self._service.log.info("epoch", epoch=epoch, members=group.members)

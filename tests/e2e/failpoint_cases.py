@@ -13,6 +13,7 @@ class Case:
     fallen: str = ""  # that is killed first, so that the node comes to this point
     nth: int = 1
     action: Literal["kill", "raise"] = "kill"
+    moves: bool = False  # experts move meanwhile
 
     def __str__(self) -> str:
         moment = f"{self.name}@{self.process}"
@@ -29,6 +30,7 @@ CHANGE = (
     "worker.connect.before",
     "worker.connect.after",
 )
+REBALANCE = tuple(name for name in NAMES if name.startswith("worker.rebalance."))
 SUPERVISOR = tuple(name for name in NAMES if kind_of(name) == "supervisor")
 
 # Everything but what a model computes: for a node without one, which restarts in a second.
@@ -40,6 +42,7 @@ CONTROL = (
     Case("worker.load.after", "worker-1", "worker-1"),
     Case("worker.link.before_hello", "worker-1", "worker-1"),
     Case("worker.link.before_hello", "worker-1", "scheduler-1"),
+    *(Case(name, "worker-1", moves=True) for name in REBALANCE),
     *(
         Case(f"worker.step.{moment}", "worker-1", nth=20)
         for moment in ("before_enter", "after_enter", "after_commit", "after_result")

@@ -22,6 +22,7 @@ from e2e.failpoint_cases import (
     Case,
 )
 from e2e.field import Field, specs
+from e2e.moving import mover, one_more_copy
 from e2e.node import wait_for
 from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.failpoints import NAMES
@@ -45,6 +46,10 @@ def check(field: Field, case: Case) -> None:
         return node.came_up(case.process).get(case.name, 0) >= case.nth
 
     def meanwhile() -> None:
+        if case.moves:
+            with mover(node) as experts:
+                experts.widen()
+                experts.propose(one_more_copy)
         if case.fallen:
             field.kill(case.fallen)
         if case.process == "kvstore":  # it has the blocks of the others: give it new ones

@@ -29,7 +29,7 @@ def test_every_word_is_its_own(board: Board) -> None:
         seat.steps_run, seat.link = 7000 + n, (8000 + n) << 32 | n
         seat.bell.value, seat.scheduler_bell.value = 9000 + n, 10000 + n
         seat.placement_ready, seat.placement_run = 12000 + n, 13000 + n
-        seat.placement_slots = 14000 + n
+        seat.placement_slots, seat.placement_copied = 14000 + n, 15000 + n
     for n, row in enumerate(board.processes):
         row.beat(11000 + n)
         row.phase = ProcessPhase(n % 6)
@@ -52,7 +52,7 @@ def test_every_word_is_its_own(board: Board) -> None:
         assert (seat.steps_run, seat.link) == (7000 + n, (8000 + n) << 32 | n)
         assert (seat.bell.value, seat.scheduler_bell.value) == (9000 + n, 10000 + n)
         assert (seat.placement_ready, seat.placement_run) == (12000 + n, 13000 + n)
-        assert seat.placement_slots == 14000 + n
+        assert (seat.placement_slots, seat.placement_copied) == (14000 + n, 15000 + n)
     for n, row in enumerate(board.processes):
         assert (row.beat_ns, row.phase, row.progress) == (11000 + n, ProcessPhase(n % 6), 1)
     assert len(board.processes) == MAX_PROCESSES

@@ -14,6 +14,7 @@ from phalanx.kernels.reference.engram import gather_on_host
 from phalanx.kernels.reference.quant import dequant_fp4, dequant_fp8_block
 from phalanx.kernels.registry import interpreted
 from phalanx.protocol.errors import NoRoom
+from phalanx.protocol.placement import EMPTY
 from phalanx.worker_svc.model.caches import CPU
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.footprint import (
@@ -213,7 +214,8 @@ class Weights:
         self._slots.append(list(experts))
         self._make_slots(slots)
         for slot, expert in enumerate(experts):
-            self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
+            if expert != EMPTY:
+                self.put_expert(layer, slot, expert, self.load_expert(layer, expert))
         return slots * expert_bytes(c)
 
     def _make_slots(self, slots: int) -> None:
@@ -239,7 +241,8 @@ def load_checkpoint(
     Args:
         directory: config.json, tokenizer.json, the safetensors index and its shards.
         expert_slots: For every layer and draft stage the experts of this rank's slots, in slot
-            order; None loads all experts, expert e in slot e.
+            order, EMPTY for a slot that is made and not filled; None loads all experts, expert e in
+            slot e.
         dequantize: Hold linears and experts as float32. Otherwise quantized tensors are only
             mapped, `packed` gives them, and no expert has a slot.
         memory_limit_bytes: Refuse to need more; None asks the machine what is available.
@@ -293,7 +296,7 @@ def _check_slots(config: ModelConfig, slots: ExpertSlots) -> None:
         raise CheckpointError(f"expert slots for {len(slots)} layers; the model has {layers}")
     for layer, experts in enumerate(slots):
         limit = num_experts(config, layer)
-        wrong = [expert for expert in experts if not 0 <= expert < limit]
+        wrong = [expert for expert in experts if not (0 <= expert < limit or expert == EMPTY)]
         if wrong:
             at = layer_prefix(config, layer)
             raise CheckpointError(f"{at} has experts 0..{limit - 1}; slots ask for {wrong[:8]}")
