@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from forward_world import DEVICE
 
 import phalanx.worker_svc.rebalance as rebalance_module
 from phalanx.protocol import arena as arenas
@@ -110,7 +111,8 @@ class Runner:
     """A model with caches of its own, which takes the steps of a seat one by one."""
 
     def __init__(self, weights: Weights, experts: Experts, seat: int) -> None:
-        self._model = Model(weights, CachePools(CacheLayout(CONFIG), 16, 4), experts)
+        pools = CachePools(CacheLayout(CONFIG), 16, 4, device=DEVICE)
+        self._model = Model(weights, pools, experts)
         self._steps = iter(steps(seat))
 
     def step(self) -> torch.Tensor:
@@ -120,6 +122,11 @@ class Runner:
         return pending.logits
 
 
+def lonely(seat: int) -> Runner:
+    weights = load_checkpoint(GOLDEN, device=DEVICE)
+    return Runner(weights, LocalExperts(weights), seat)
+
+
 class RankOf:
     """A rank's worker as far as experts go: its backend's part, votes and steps."""
 
@@ -127,7 +134,8 @@ class RankOf:
         self.board, self.seat, self.barrier = board, seat, barrier
         first = PLACEMENTS[0]
         held = [list(layer[seat]) for layer in first.physical_to_logical]
-        self.weights = load_checkpoint(GOLDEN, held + [[]] * CONFIG.draft_stages)
+        slots = held + [[]] * CONFIG.draft_stages
+        self.weights = load_checkpoint(GOLDEN, slots, device=DEVICE)
         self.experts = GroupExperts(self.weights, seat, lambda: None)
         shape = Shape(80 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
         node = board.arena.name.split("-")[1]
@@ -215,8 +223,7 @@ def test_bits_stay_when_experts_move(board: Board) -> None:
             held = rank.weights.slots(layer)
             assert all(e in (EMPTY, held[s]) for s, e in enumerate(seats[rank.seat]))
     for seat in SEATS:
-        weights = load_checkpoint(GOLDEN)
-        alone = Runner(weights, LocalExperts(weights), seat)
+        alone = lonely(seat)
         for number, logits in enumerate(results[seat]):
             assert torch.equal(logits, alone.step()), f"rank {seat}, step {number}"
 
@@ -227,8 +234,7 @@ def test_a_rank_that_copies_nothing_changes_bits(
     """The control: the placement says that they are there."""
     monkeypatch.setattr(rebalance_module, "_new_here", lambda running, proposed, seat: [])
     ranks, results = spread(board)
-    weights = load_checkpoint(GOLDEN)
-    alone = Runner(weights, LocalExperts(weights), 0)
+    alone = lonely(0)
     same = [torch.equal(logits, alone.step()) for logits in results[0]]
     flipped = ranks[0].ran.index(1)
     assert all(same[:flipped]) and not all(same[flipped:])
