@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,32 +74,36 @@ class Found:
         _, kind, wanted = SWEEPS[sweep]
         return max(0, wanted - self.counts[sweep, kind])
 
-    def summary(self) -> Iterator[str]:
-        for sweep in SWEEPS:
+    def summary(self, parts: Collection[str] = PARTS) -> Iterator[str]:
+        for sweep in (part for part in parts if part in SWEEPS):
             failed = sum(of == sweep for of, _ in self.seeds)
             yield (
                 f"{sweep}: {self.counts[sweep, 'worlds']} runs, {self.counts[sweep, 'requests']}"
                 f" requests, {failed} runs failed, {self.missing(sweep)} {SWEEPS[sweep][1]} to go"
             )
-        by = Counter(map(self._of, self.timed or self.tests))
-        known = sum(by[outcome] for outcome in ("passed", "skipped", "failed"))
+        if "tests" in parts:
+            yield from self._of_tests()
+        for (sweep, seed), failure in self.seeds.items():
+            yield f"failed: {sweep}, seed {seed}: {failure}"
+
+    def _of_tests(self) -> Iterator[str]:
+        by = Counter(map(self._of, self.timed))
+        known = sum(by[outcome] for outcome in ("passed", "skipped", "failed", "began"))
         yield (
             f"tests: {by['passed']} passed, {by['skipped']} skipped, {by['failed']} failed,"
-            f" {by['began']} cut off, {by.total() - known - by['began']} to go"
+            f" {by['began']} cut off, {by.total() - known if self.timed else 'all'} to go"
         )
         took = {t: row["seconds"] for t, row in self.tests.items() if row.get("seconds", 0) > 1}
         for test in sorted(took, key=lambda t: -took[t])[:SLOWEST]:
             yield f"  {took[test]:6.1f} s  {test}"
-        for test in self.once_failed:
+        for test in sorted(self.once_failed):
             if self._of(test) in OVER:
                 yield f"failed once, and passed when it was run again: {test}"
-        for outcome in ("skipped", "began", "failed"):
+        for outcome, told in (("skipped",) * 2, ("began", "cut off"), ("failed",) * 2):
             for test, row in self.tests.items():
                 if row["outcome"] == outcome:
                     last = str(row.get("said", "")).partition("\n---")[0].strip().rpartition("\n")
-                    yield f"{outcome}: {test}  {last[2]}".rstrip()
-        for (sweep, seed), failure in self.seeds.items():
-            yield f"failed: {sweep}, seed {seed}: {failure}"
+                    yield f"{told}: {test}  {last[2]}".rstrip()
 
     def left(self, parts: tuple[str, ...]) -> bool:
         tests = "tests" in parts and (not self.timed or any(map(self.due, (False, True))))
@@ -148,9 +152,10 @@ class Soak:
     def _run(self, *arguments: str, **more: Any) -> None:
         # No planted bug is left to a draw: all of them are looked for here.
         environment = os.environ | {"PLANT_SEED": "none"}
-        subprocess.run(
-            [sys.executable, "-P", *arguments], cwd=ROOT, env=environment, check=False, **more
-        )
+        command = [sys.executable, "-P", *arguments]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False, **more).returncode
+        if code not in (0, 1):  # 1: something was found
+            click.echo(f"soak: {' '.join(arguments)} ended with exit code {code}: not all was run")
 
 
 @click.command(help=__doc__)
@@ -178,7 +183,7 @@ def main(
         click.echo("stopped")
     found = Found(record)
     click.echo(f"--- soak: {time.monotonic() - started:.0f} s, {jobs} jobs; all of it in {record}")
-    for line in found.summary():
+    for line in found.summary(parts):
         click.echo(line)
     sys.exit(1 if found.failed() else 3 if found.left(parts) else 0)
 

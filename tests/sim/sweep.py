@@ -60,7 +60,8 @@ def outcomes(
                         running[_submit(pool, run, seed, cpu_s_max)] = seed
                     if not running:
                         return
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    done = wait(running, return_when=FIRST_COMPLETED).done
+                    for future in sorted(done, key=running.__getitem__):
                         seed = running.pop(future)
                         try:
                             yield future.result()
