@@ -21,6 +21,7 @@ from phalanx.protocol.topology import Proposal, Topology
 _GLOBAL_BYTES = 256
 _SEAT_BYTES = 256
 _PROCESS_BYTES = 128
+_FINISHED = 14  # u32 of the global bytes: the newest odd epoch in which steps may be finished
 _SUPERVISOR_BEAT = 8  # u64 of the global bytes, in a cache line of its own
 _MARK_AT = 64  # in a process's bytes
 _SEATS_AT = _GLOBAL_BYTES
@@ -124,11 +125,23 @@ class Board:
     def epoch(self) -> int:
         return self._epoch.value
 
-    def set_epoch(self, epoch: int, seats: list[int]) -> None:
-        """Supervisor only: move the epoch word and wake the workers of `seats`."""
+    def set_epoch(self, epoch: int, seats: list[int], *, ends_steps: bool = True) -> None:
+        """Supervisor only: move the epoch word and wake the workers of `seats`.
+
+        Args:
+            ends_steps: an odd word ends the steps under way; else nobody fell, and they may be finished.
+        """
+        if not ends_steps:
+            self._u32[_FINISHED] = epoch
         self._epoch.value = epoch
         for seat in seats:
             self.seats[seat].bell.ring()
+
+    @property
+    def may_finish(self) -> bool:
+        """Whether the word is odd and the steps under way may be finished all the same."""
+        epoch = self._epoch.value
+        return epoch % 2 == 1 and self._u32[_FINISHED] == epoch
 
     @property
     def supervisor_beat_ns(self) -> int:

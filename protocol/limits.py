@@ -48,6 +48,9 @@ SPIN_SUSPECT_MS = 600  # health names it
 BUSY_SILENCE_MS = 30_000  # busy, and with no progress; or one long call where calls are long
 START_DEADLINE_MS = 120_000  # from spawn to ready; a load that reports progress is not cut
 STOP_ACK_MS = 1_000  # a survivor that does not acknowledge STOP by then is lost too
+# How long the step under way is waited for when the group changes though nobody fell: a rank comes or goes. Then it is
+# abandoned, as when somebody falls.
+STEP_END_MS = 400
 # A survivor that is not ready for the new epoch is lost when it has done nothing for so long: to load another
 # expert is something.
 GO_ACK_MS = 20_000

@@ -122,6 +122,7 @@ class SupervisorCore:
             if now_ns - self._health_said_ns >= HEALTH_REPEAT_MS * _MS:
                 actions += self._send_health()
                 self._health_said_ns = now_ns
+            actions += self.group.hurry(now_ns)
             for seat, why in self.group.overdue(now_ns):
                 actions += self.lose(self.workers[seat], why, now_ns, now_ns)
         actions += self.changes.step(now_ns)

@@ -185,10 +185,11 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class SetEpoch:
-    """Write the epoch word, then wake the workers of `seats`."""
+    """Write the epoch word, then wake the workers of `seats`. `ends_steps`: see `Board.set_epoch`."""
 
     epoch: int
     seats: tuple[int, ...]
+    ends_steps: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,10 @@ The epoch word is even while the group runs and odd while it is stopped. A chang
 is STOP (odd word; every live member leaves its waits and acknowledges), then GO (a topology is
 published; every member-to-be gets ready and acknowledges), then the even word. A death during GO begins
 again with the next odd number: the even number in between is never used.
+
+When nobody fell (a rank joins, or shall leave) members finish the step under way before they acknowledge, so
+that no stream notices. A death meanwhile, or a step that takes long, makes it an ordinary STOP, with the next odd
+number.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from phalanx.protocol.limits import GO_ACK_MS, STOP_ACK_MS
+from phalanx.protocol.limits import GO_ACK_MS, STEP_END_MS, STOP_ACK_MS
 from phalanx.protocol.messages import EpochRecord
 from phalanx.protocol.patience import Patience
 from phalanx.protocol.topology import Seat, SeatState, Topology
@@ -81,6 +85,9 @@ class Group:
     members: dict[int, int] = field(default_factory=dict[int, int])  # seat -> worker incarnation
     # Members that have not acknowledged the running phase yet.
     waiting: dict[int, Patience] = field(default_factory=dict[int, Patience])
+    finishing_ns: int = (
+        0  # since when members may finish the step under way before they stop; 0: no more
+    )
     change: Change | None = None
     records: list[EpochRecord] = field(default_factory=list[EpochRecord])
     fingerprint: str = ""  # of the numerics: set by the first group, then fixed
@@ -118,7 +125,7 @@ class Group:
         if self.phase in (GroupPhase.FORMING, GroupPhase.STOPPED):
             return self._try_go(now_ns)
         if self.phase is GroupPhase.RUNNING:
-            return self._stop(record.joins, 0.0, now_ns)
+            return self._stop(record.joins, 0.0, now_ns, ends_steps=False)
         if self.phase is GroupPhase.STOPPING and self.change is not None:
             self.change.causes.append(record.joins)
         return []  # STOPPING takes it along; after GOING comes its turn
@@ -129,11 +136,11 @@ class Group:
         if self.members.pop(seat, None) is None:
             return []  # it was not in the group yet
         self.waiting.pop(seat, None)
-        if self.phase in (GroupPhase.STOPPING, GroupPhase.STOPPED):
+        if self.phase in (GroupPhase.STOPPING, GroupPhase.STOPPED) and not self.finishing_ns:
             assert self.change is not None
             self.change.causes.append(cause)
             return self._advance(now_ns)
-        return self._stop(cause, detected_ms, now_ns)
+        return self._stop(cause, detected_ms, now_ns)  # its peers' steps will not come to an end
 
     def leave(self, seats: Collection[int], cause: str, now_ns: int) -> list[Action]:
         """The members among these seats shall be in no later group, although they live."""
@@ -148,7 +155,7 @@ class Group:
         if self.phase is not GroupPhase.RUNNING:
             return []  # the change in progress is without them
         held = tuple(sorted(self.members.keys() & seats))
-        return [CountStranded(held), *self._stop(cause, 0.0, now_ns)]
+        return [CountStranded(held), *self._stop(cause, 0.0, now_ns, ends_steps=False)]
 
     def stay(self, seat: int, ready: str | None, now_ns: int) -> list[Action]:
         """It need not leave. If it has left already, or was ready only after it was told to, it joins.
@@ -194,6 +201,12 @@ class Group:
         if self.phase is GroupPhase.STOPPING and seat in self.waiting:
             self.waiting[seat] = Patience(now_ns)
 
+    def hurry(self, now_ns: int) -> list[Action]:
+        """A step that nobody need have abandoned takes too long: now it is."""
+        if not self.finishing_ns or now_ns - self.finishing_ns < STEP_END_MS * _MS:
+            return []
+        return self._stop("", 0.0, now_ns)
+
     def overdue(self, now_ns: int) -> list[tuple[int, str]]:
         """Members that did not acknowledge in time, and why they count as lost."""
         stopping = self.phase is GroupPhase.STOPPING
@@ -209,22 +222,27 @@ class Group:
 
     # ------------------------------------------------------------ the two phases
 
-    def _stop(self, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+    def _stop(
+        self, cause: str, detected_ms: float, now_ns: int, *, ends_steps: bool = True
+    ) -> list[Action]:
+        """`cause`: empty for the one that is known already."""
         if self.change is None:
             self.change = Change([], detected_ms, now_ns)
-        self.change.causes.append(cause)
+        self.change.causes += [cause] if cause else []
+        self.finishing_ns = 0 if ends_steps else now_ns
         self.epoch += 1 if self.epoch % 2 == 0 else 2
         self.phase = GroupPhase.STOPPING
         self.waiting = {seat: Patience(now_ns) for seat in self.members}
         actions: list[Action] = [
-            SetEpoch(self.epoch, self._awake()),
-            Tell("stop", text=f"epoch {self.epoch}: {cause}"),
+            SetEpoch(self.epoch, self._awake(), ends_steps),
+            Tell("stop", text=f"epoch {self.epoch}: {cause or 'a step takes long'}"),
         ]
         return actions + self._advance(now_ns)
 
     def _advance(self, now_ns: int) -> list[Action]:
         if self.waiting:
             return []
+        self.finishing_ns = 0
         return self._run(now_ns) if self.phase is GroupPhase.GOING else self._try_go(now_ns)
 
     def _try_go(self, now_ns: int) -> list[Action]:
@@ -282,7 +300,7 @@ class Group:
         ]
         causes = [s.joins for s in self.seats if s.state == "joining"]
         if causes:
-            return actions + self._stop(" and ".join(causes), 0.0, now_ns)
+            return actions + self._stop(" and ".join(causes), 0.0, now_ns, ends_steps=False)
         return actions + self.publish()
 
     def _staying(self) -> set[int]:

@@ -375,8 +375,8 @@ class Node:
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case SetEpoch(epoch, seats):
-                    self._set_epoch(epoch, list(seats))
+                case SetEpoch():
+                    self._set_epoch(action)
                 case Publish():
                     self._publish(action)
                 case Spawn() | Sweep() if self._streams_wait:
@@ -416,10 +416,11 @@ class Node:
         """For the group, which changes, or for its first steps since."""
         return self._core.awaits_acks or time.monotonic_ns() < self._calm_until_ns
 
-    def _set_epoch(self, epoch: int, seats: list[int]) -> None:
+    def _set_epoch(self, action: SetEpoch) -> None:
+        epoch = action.epoch
         if epoch % 2 == 0:
             failpoint("supervisor.go.before_even")
-        self._board.set_epoch(epoch, seats)
+        self._board.set_epoch(epoch, list(action.seats), ends_steps=action.ends_steps)
         if epoch % 2 == 0:
             self._calm_until_ns = time.monotonic_ns() + _CALM_NS
         failpoint("supervisor.go.after_even" if epoch % 2 == 0 else "supervisor.stop.after_odd")

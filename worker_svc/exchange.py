@@ -258,6 +258,7 @@ class Exchange:
             lambda: all(header[0] == number for header in headers.values()),
             leg,
             lambda: [peer for peer, header in headers.items() if header[0] != number],
+            in_step=True,
         )
 
     def close(self) -> None:

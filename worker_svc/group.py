@@ -106,14 +106,28 @@ class Group:
         self.round += 1
         return [vote for vote, _ in found]
 
+    def _may_finish(self, behind: Callable[[], list[int]]) -> bool:
+        board, odd = self.board, self.epoch + 1
+        if board.epoch != odd or not board.may_finish:
+            return False
+        return all(board.seats[peer].stop_ack != odd for peer in behind())
+
     def ring_peers(self) -> None:
         for peer in self.peers:
             self.board.seats[peer].bell.ring()
 
     def wait(
-        self, ready: Callable[[], bool], what: str, behind: Callable[[], list[int]] = nobody
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        behind: Callable[[], list[int]] = nobody,
+        *,
+        in_step: bool = False,
     ) -> None:
         """Return when `ready()`; it is looked at again whenever somebody rings our bell.
+
+        `in_step`: rows of a step are waited for. When the epoch moves though nobody fell, the step is finished,
+        unless one that we wait for has left it.
 
         Meanwhile our heartbeat row names those who are `behind`: who waits is never to blame for the wait.
 
@@ -128,7 +142,9 @@ class Group:
                 heard = bell.value
                 if ready():
                     return
-                if self.board.epoch != self.epoch:
+                if self.board.epoch != self.epoch and not (in_step and self._may_finish(behind)):
+                    if in_step and ready():  # what it left behind it had stored before
+                        return
                     raise EpochChanged(
                         f"epoch {self.epoch} became {self.board.epoch} during {what}"
                     )

@@ -217,6 +217,8 @@ class Rank:
             self._stopped_at = epoch
             self._row.stop_ack = epoch
             self._board.supervisor_bell.ring()
+            if self._agreement is not None:  # a peer may wait for us in a step that we never began
+                self._agreement.group.ring_peers()
             failpoint("worker.stop.after_ack")
             return True
         self._read()  # what was planned ahead comes back, so that there is a new plan when the group goes on

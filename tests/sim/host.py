@@ -111,6 +111,7 @@ class Host:
     children: dict[str, Child] = field(default_factory=dict[str, Child])
     rows: dict[int, Row] = field(default_factory=dict[int, Row])
     word: int = 1
+    ends_steps: bool = True  # the word, if it is odd
     topology: Topology | None = None
     finished: Finished | None = None
     story: list[str] = field(default_factory=list[str])
@@ -254,9 +255,9 @@ class Host:
                 self._hand_over(self.children.get(name), incarnation)
             case Kill(name, incarnation, number):
                 self._signal(self.children.get(name), incarnation, number)
-            case SetEpoch(epoch, seats):
+            case SetEpoch(epoch, seats, ends_steps):
                 self.story.append(f"{self.now_ns / 1e9:.3f} epoch {epoch}")
-                self.word = epoch
+                self.word, self.ends_steps = epoch, ends_steps
                 self._ring(seats)
             case Publish(topology, seats):
                 self.topology = topology

@@ -281,7 +281,11 @@ class Node(Host):
 
     def obey_stop(self, body: WorkerBody) -> None:
         """The epoch word is odd and no step is under way."""
+        row = self.rows[body.seat]
+        before = row.stop
         super()._look(body.child)
+        for peer in body.outboxes if row.stop != before else ():
+            self.ring_worker(peer)  # it may wait for this one in a step that this one never began
 
     def _prepared(self, child: Child, epoch: int) -> None:
         body, topology = child.body, self.topology

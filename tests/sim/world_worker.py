@@ -166,10 +166,17 @@ class WorkerBody(Body):
                 running.phase = "tail"
                 self.later(self.node.step_ns() // 4, lambda: self._commit(running))
             return False
-        if self.node.word == epoch:
+        if self.node.word == epoch or self._may_finish(running):
             return False
         self._abandon(running)
         return True
+
+    def _may_finish(self, running: Running) -> bool:
+        """Nobody fell, and none that we wait for has stopped without this step."""
+        odd = running.number[0] + 1
+        if running.phase != "exchange" or self.node.word != odd or self.node.ends_steps:
+            return False
+        return all(self.node.rows[peer].stop != odd for peer in running.behind(self.node))
 
     def _store(self, running: Running) -> None:
         """Our rows go to the peers' regions."""

@@ -18,6 +18,7 @@ from phalanx.protocol.limits import (
     RESTARTS_MAX,
     START_DEADLINE_MS,
     STARVED_MS_MAX,
+    STEP_END_MS,
     STOP_ACK_MS,
     TERM_GRACE_MS,
     TROUBLE_MS,
@@ -261,6 +262,50 @@ def test_ready_during_go_joins_right_after_it() -> None:
     assert story.core.group.members == {0: 1, 2: 1}
     story.acks(go=4, seats=(0, 2))
     assert [e.epoch for e in story.take(SetEpoch)][-2:] == [4, 5]
+
+
+def joining() -> Story:
+    """worker-1 fell, its successor is ready: the members are told to stop."""
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    assert [action.ends_steps for action in story.take(SetEpoch)] == [True, True]
+    story.actions.clear()
+    story.ready("worker-1")
+    assert story.take(SetEpoch) == [SetEpoch(5, (0, 1, 2), ends_steps=False)]
+    return story
+
+
+def test_who_joins_or_leaves_ends_no_step() -> None:
+    story = joining().acks(stop=5, seats=(0, 2))
+    story.actions.clear()
+    story.acks(go=6)
+    assert story.take(SetEpoch) == [SetEpoch(6, (0, 1, 2))]
+    story.actions += story.core.group.leave([2], "scale", story.now_ns)
+    assert story.take(SetEpoch)[-1] == SetEpoch(7, (0, 1, 2), ends_steps=False)
+
+
+def test_a_death_while_steps_are_finished_ends_them() -> None:
+    """They wait for rows that will not come."""
+    story = joining().acks(stop=5, seats=(0,))
+    story.actions.clear()
+    story.dies("worker-2")
+    assert story.take(SetEpoch) == [SetEpoch(7, (0, 1))]
+    story.acks(stop=5, seats=(0,))
+    assert story.core.group.waiting.keys() == {0}
+    story.acks(stop=7, seats=(0,)).acks(go=8, seats=(0, 1))
+    assert story.epoch == 8
+    assert story.core.group.records[-1].cause == "worker-1 joined; worker-2 died"
+
+
+def test_a_step_that_takes_long_is_not_waited_for() -> None:
+    """Nor is anybody lost over it who answers then."""
+    story = joining().wait(STEP_END_MS - 50)
+    assert story.epoch == 5
+    story.wait(150)
+    assert story.epoch == 7 and story.take(SetEpoch)[-1] == SetEpoch(7, (0, 1, 2))
+    story.wait(STOP_ACK_MS - 400).acks(stop=7, seats=(0, 2)).acks(go=8)
+    assert story.core.group.members == {0: 1, 1: 2, 2: 1}
+    assert story.core.group.records[-1].cause == "worker-1 joined"
 
 
 def test_no_answer_to_stop_is_a_loss_too() -> None:

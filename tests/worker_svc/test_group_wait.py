@@ -1,7 +1,7 @@
 """A rank that waits for its peers: it says for whom, and only time in which it ran counts."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -67,6 +67,88 @@ def test_a_wait_ends_with_the_epoch(board: Board, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(EpochChanged):
         waits.group.enter(0)
     assert waits.row.phase is ProcessPhase.BUSY
+
+
+class Step:
+    """Rank 1 waits for rows of rank 0 in a step, while the epoch moves."""
+
+    def __init__(self, board: Board, patch: pytest.MonkeyPatch) -> None:
+        self.waits, self.stored, self.looks = Waits(board, patch), False, 0
+
+    def wait(self, then: Callable[[int], None]) -> int:
+        """`then` is called at each look, with its number. Returns how often."""
+
+        def beat() -> None:
+            self.looks += 1
+            then(self.looks)
+
+        self.waits.group._beat = beat
+        behind = lambda: [] if self.stored else [0]
+        self.waits.group.wait(lambda: self.stored, "dispatch", behind, in_step=True)
+        return self.looks
+
+    def store(self) -> None:
+        self.stored = True
+
+
+def test_a_step_is_finished_when_nobody_fell(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step(board, monkeypatch)
+    odd = EPOCH + 1
+    does = {1: lambda: board.set_epoch(odd, [], ends_steps=False), 5: step.store}
+    assert step.wait(lambda look: does.get(look, lambda: None)()) == 5
+    with pytest.raises(EpochChanged):
+        step.waits.group.enter(0)  # but no other one begins
+
+
+def test_a_step_ends_when_somebody_falls_meanwhile(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step(board, monkeypatch)
+    does = {
+        1: lambda: board.set_epoch(EPOCH + 1, [], ends_steps=False),
+        4: lambda: board.set_epoch(EPOCH + 3, []),
+    }
+    with pytest.raises(EpochChanged):
+        step.wait(lambda look: does.get(look, lambda: None)())
+    assert step.looks == 4
+
+
+def test_a_step_ends_when_a_peer_has_stopped_without_it(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is waited for; others may have finished it and stopped."""
+    step = Step(board, monkeypatch)
+    odd = EPOCH + 1
+
+    def stops(seat: int) -> None:
+        board.seats[seat].stop_ack = odd
+
+    does = {
+        1: lambda: board.set_epoch(odd, [], ends_steps=False),
+        3: lambda: stops(2),
+        6: lambda: stops(0),
+    }
+    with pytest.raises(EpochChanged):
+        step.wait(lambda look: does.get(look, lambda: None)())
+    assert step.looks == 6
+
+
+def test_what_a_peer_stored_before_it_stopped_counts(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does both between our look for its rows and the one at its answer."""
+    group = Waits(board, monkeypatch).group
+    board.set_epoch(EPOCH + 1, [], ends_steps=False)
+    looks: list[bool] = []
+
+    def ready() -> bool:
+        looks.append(board.seats[0].stop_ack == EPOCH + 1)
+        if len(looks) == 1:
+            board.seats[0].stop_ack = EPOCH + 1
+        return looks[-1]
+
+    group.wait(ready, "combine", lambda: [0], in_step=True)
+    assert looks == [False, True]
 
 
 def test_an_epoch_outlives_the_numbers_of_its_rounds(board: Board) -> None:
