@@ -315,10 +315,10 @@ def test_a_node_that_stops_finishes_its_streams_and_refuses_others(
     node = start_node(1, "--http", "0", "--inject")
     found = json.loads(Path(node.run_dir, "http.json").read_text())
     url = f"http://{found['host']}:{found['port']}/v1/chat/completions"
-    body = {"model": MODEL, "messages": HELLO, "max_tokens": 150, "ignore_eos": True, "seed": 1}
+    body = {"model": MODEL, "messages": HELLO, "max_tokens": 60, "ignore_eos": True, "seed": 1}
     probe = body | {"max_tokens": 1}
     calm = httpx.post(url, json=body, timeout=60).json()["choices"][0]["message"]
-    node.inject("slow", "worker", ms=200)  # the stream is still there when others are refused
+    node.inject("slow", "worker", ms=400)  # the stream is still there when others are refused
     stopping = None
     thought = ""
     with httpx.stream("POST", url, json=body | {"stream": True}, timeout=60) as running:
