@@ -131,7 +131,7 @@ class Soak:
     def tests(self) -> None:
         """Those that need the machine to themselves come last, one after the other."""
         if not Found(self._record).timed and self._has_time():
-            self._pytest("-q", "-q", "--collect-only", "-m", "soak", stdout=subprocess.DEVNULL)
+            self._pytest("-q", "-q", "--collect-only", "-m", "soak")
         for timed, options in (
             (False, ["-n", str(self._jobs), "--dist", "load", "--maxschedchunk", "1"]),
             (True, ["-n", "0"]),
@@ -143,17 +143,17 @@ class Soak:
                 until = ["--until", str(self._ends)] if self._ends else []
                 self._pytest("-v", *options, *until, f"@{chosen}")
 
-    def _pytest(self, *arguments: str, **more: Any) -> None:
-        self._run("-m", "pytest", "--record", str(self._record), *arguments, **more)
+    def _pytest(self, *arguments: str) -> None:
+        self._run("-m", "pytest", "--record", str(self._record), *arguments)
 
     def _has_time(self) -> bool:
         return not self._ends or time.time() < self._ends
 
-    def _run(self, *arguments: str, **more: Any) -> None:
+    def _run(self, *arguments: str) -> None:
         # No planted bug is left to a draw: all of them are looked for here.
         environment = os.environ | {"PLANT_SEED": "none"}
         command = [sys.executable, "-P", *arguments]
-        code = subprocess.run(command, cwd=ROOT, env=environment, check=False, **more).returncode
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         if code not in (0, 1):  # 1: something was found
             click.echo(f"soak: {' '.join(arguments)} ended with exit code {code}: not all was run")
 
