@@ -1,4 +1,4 @@
-"""The eplb process: receives expert counts, plans placements, answers `phalanx eplb show`."""
+"""The eplb process: receives expert counts, plans placements, has them applied, answers `phalanx eplb show`."""
 
 import msgspec
 
@@ -7,8 +7,16 @@ from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.errors import Code, DecodeError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import BUS_MESSAGE_BYTES_MAX
-from phalanx.protocol.link import bind_router, receive_from, send_to
-from phalanx.protocol.messages import EplbRequest, Error, ExpertCounts, PlanReply, PlanShow
+from phalanx.protocol.link import bind_router, receive_from, send, send_to
+from phalanx.protocol.messages import (
+    EplbRequest,
+    Error,
+    ExpertCounts,
+    FromSupervisor,
+    PlanReply,
+    PlanShow,
+    Rebalanced,
+)
 from phalanx.protocol.rundir import EPLB_SOCKET, endpoint
 from phalanx.protocol.service import Service
 
@@ -19,7 +27,7 @@ def serve(service: Service) -> None:
     """Bind, say so, and plan until told to stop."""
     socket = bind_router(endpoint(service.run_dir, EPLB_SOCKET), BUS_MESSAGE_BYTES_MAX)
     decoder = Decoder[EplbRequest](EplbRequest)
-    core = EplbCore()
+    core = EplbCore(service.config.eplb)
     seen_version = 0
     now = 0
 
@@ -38,20 +46,33 @@ def serve(service: Service) -> None:
             else:
                 send_to(socket, identity, encode(_answer(core, message, now)))
 
+    def on_supervisor(message: FromSupervisor) -> None:
+        if isinstance(message, Rebalanced | Error):
+            core.on_answer(message, now)
+            said = message.message if isinstance(message, Error) else "applied"
+            service.log.info("plan answered", answer=said)
+
     def tick(now_ns: int) -> float | None:
         nonlocal seen_version, now
         now = now_ns
-        if service.board.topology_version != seen_version:
-            seen_version = service.board.topology_version
-            if (topology := service.board.topology()) is not None:
+        board = service.board
+        if board.topology_version != seen_version:
+            seen_version = board.topology_version
+            if (topology := board.topology()) is not None:
                 core.on_topology(topology)
-        if core.tick(now_ns):
+        if core.busy:
+            failpoint("eplb.plan.during")
+        if core.tick(now_ns, {seat: board.seats[seat].placement_slots for seat in core.members}):
             worst = max(core.balances, key=lambda balance: balance.moe_lb)
             service.log.info("planned", worst_layer=worst.layer, moe_lb=round(worst.moe_lb, 3))
-        return None
+        if (asked := core.take_ask(now_ns)) is not None:
+            failpoint("eplb.plan.before_send")
+            send(service.supervisor, encode(asked))
+            failpoint("eplb.plan.after_send")
+        return 0.0 if core.busy else None
 
     service.ready()
-    service.loop({socket: on_messages}, tick)
+    service.loop({socket: on_messages}, tick, on_supervisor=on_supervisor)
     socket.close()
 
 
@@ -64,4 +85,5 @@ def _answer(core: EplbCore, question: PlanShow, now_ns: int) -> PlanReply:
         applied=core.applied,
         refused=core.refused,
         placement=placement,
+        refusal=core.refusal,
     )

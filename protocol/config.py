@@ -88,6 +88,13 @@ class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # Expert slots of a layer that a rank has beside those it needs: where the next placement's further
     # copies go while the one that runs is still in use. 0: experts never move while the group runs.
     spare_slots: int = 1
+    rebalance: bool = True  # plans are applied; else they are only made, and shown
+    period_s: float = 10.0  # a plan at most this often
+    min_rows: int = (
+        1024  # of a layer, in the window: fewer choices of experts say nothing of the load
+    )
+    # What a plan must gain, its moves paid for: a share of the time that the mean rank needs for its experts.
+    margin: float = 0.02
 
 
 class KVStoreConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -248,6 +255,9 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ("kvstore.max_bytes", k.max_bytes, k.max_bytes >= 16 << 20, "at least 16 MiB"),
             ("kvstore.free_floor_bytes", k.free_floor_bytes, k.free_floor_bytes >= 0, ">= 0"),
             ("eplb.spare_slots", e.spare_slots, 0 <= e.spare_slots <= 64, "0 to 64"),
+            ("eplb.period_s", e.period_s, 0.1 <= e.period_s <= 86_400, "0.1 to 86400"),
+            ("eplb.min_rows", e.min_rows, e.min_rows >= 1, ">= 1"),
+            ("eplb.margin", e.margin, 0 <= e.margin <= 10, "0 to 10"),
             ("http.port", h.port, 0 <= h.port <= 65535, "0 to 65535"),
             ("http.running_max", h.running_max, h.running_max >= 1, ">= 1"),
             ("http.waiting_max", h.waiting_max, h.waiting_max >= 0, ">= 0"),

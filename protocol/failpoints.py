@@ -13,6 +13,9 @@ NAMES = {
     "supervisor.go.after_publish": "the topology of the next epoch is out",
     "supervisor.go.before_even": "all have acknowledged GO",
     "supervisor.go.after_even": "the even epoch is written",
+    "supervisor.rebalance.before_propose": "a plan is accepted, no worker knows of it",
+    "supervisor.rebalance.after_propose": "the proposed placement is out",
+    "supervisor.rebalance.before_withdraw": "all run it, or it is given up; it is still out, the old one published",
     "supervisor.spawn.before": "a process is about to be started",
     "worker.load.before": "a new worker begins to load",
     "worker.load.after": "it has loaded, and has not said so",
@@ -66,6 +69,9 @@ NAMES = {
     "kvstore.seal.before": "a segment is about to be sealed",
     "kvstore.put.before_answer": "a put is done, its sender does not know",
     "eplb.counts.before": "expert counts came, nothing is done about them",
+    "eplb.plan.during": "a plan is being made",
+    "eplb.plan.before_send": "a plan is made, the supervisor has not been asked",
+    "eplb.plan.after_send": "the supervisor has been asked for it",
 }
 
 

@@ -54,6 +54,12 @@ STEP_END_MS = 400
 # A survivor that is not ready for the new epoch is lost when it has done nothing for so long: to load another
 # expert is something.
 GO_ACK_MS = 20_000
+# A plan of the planner is withdrawn when no rank has got on with its copies for so long, or when they took so
+# long in all; when ranks that have them take so many steps without it; or none in so long a time.
+COPY_MS = 30_000
+COPY_MS_MAX = 600_000
+FLIP_STEPS = 64
+FLIP_IDLE_MS = 60_000
 RESTARTS_MAX = 8  # restarts of one process within RESTART_WINDOW_MS; one more and the node fails
 RESTART_WINDOW_MS = 60_000
 RESTART_DELAY_MS = 100  # before the second restart within the window; doubles with each further one

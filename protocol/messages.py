@@ -619,6 +619,7 @@ class LayerBalance(msgspec.Struct, frozen=True):
     moe_lb: float  # busiest rank over the mean, predicted for the plan
     bound: float
     copies: int  # physical experts in use
+    now: float = 1.0  # the same over the same window with the placement that ran then
 
 
 class PlanShow(Message, frozen=True):
@@ -632,6 +633,25 @@ class PlanReply(Message, frozen=True):
     applied: int
     refused: int
     placement: bytes = b""  # msgpack of Placement; empty: no plan yet
+    refusal: str = ""  # why the last one that was refused was
+
+
+class Rebalance(Message, frozen=True):
+    """Of the planner: have the running group use this placement. Answer: Rebalanced once every rank runs
+    it, or Error. The placement's version is that of the one it starts from, plus one."""
+
+    call: int
+    epoch: int  # whose members it is for
+    placement: bytes  # msgpack of Placement
+    before: float  # busiest rank over the mean, over all layers, with the placement that runs
+    after: float  # the same, as predicted
+    plan_ms: float  # how long it took to make the plan
+
+
+class Rebalanced(Message, frozen=True):
+    call: int
+    version: int  # that the placement got
+    moved: int  # experts that were copied
 
 
 EplbRequest = ExpertCounts | PlanShow
@@ -735,6 +755,29 @@ class EpochRecord(msgspec.Struct, frozen=True):
     go_ms: float = 0.0
 
 
+class RebalanceRecord(msgspec.Struct, frozen=True):
+    """A plan that the planner asked for, for `phalanx eplb history`. -1.0: it did not get so far."""
+
+    version: int  # of its placement
+    epoch: int
+    outcome: str  # `applied`, or `withdrawn`: the placement before it goes on
+    why: str  # it was withdrawn, or ended early; for people
+    moved: int  # experts to be copied, over all layers and ranks
+    before: float  # predicted balance, see `Rebalance`
+    after: float
+    plan_ms: float
+    copy_ms: float = -1.0  # until every rank had its copies
+    flip_ms: float = -1.0  # from then until every rank ran it
+
+
+class RebalanceTotals(msgspec.Struct, frozen=True):
+    """Since the node started."""
+
+    applied: int = 0
+    withdrawn: int = 0
+    moved: int = 0  # experts copied for those that were applied
+
+
 class StatusReply(Message, frozen=True):
     call: int
     healthy: bool
@@ -750,6 +793,9 @@ class StatusReply(Message, frozen=True):
     inexact: tuple[str, ...] = ()  # settings outside the promise of equal tokens
     scrubbed: Scrubbed = Scrubbed()
     change: str = ""  # what was asked for and is under way: a scale or a restart
+    rebalance: str = ""  # the plan that is being applied, and how far that is
+    rebalances: tuple[RebalanceRecord, ...] = ()
+    rebalanced: RebalanceTotals = RebalanceTotals()
 
 
 class Shutdown(Message, frozen=True):
@@ -845,7 +891,16 @@ class HandOver(Message, frozen=True):
 
 
 ToSupervisor = (
-    Ready | Progress | ScrubReport | Trouble | StatusQuery | Shutdown | Inject | Scale | Restart
+    Ready
+    | Progress
+    | ScrubReport
+    | Trouble
+    | StatusQuery
+    | Shutdown
+    | Inject
+    | Scale
+    | Restart
+    | Rebalance
 )
 FromSupervisor = (
     TopologyChanged
@@ -857,5 +912,6 @@ FromSupervisor = (
     | Injected
     | Scaled
     | Restarted
+    | Rebalanced
     | Error
 )

@@ -86,6 +86,14 @@ class _Node:
         yield _gauge("phalanx_epoch", "The epoch word; odd while the group changes.", status.epoch)
         losses = [record for record in status.epochs if "joined" not in record.cause]
         yield _counter("phalanx_rank_losses", "Ranks lost since the start.", len(losses))
+        ended = CounterMetricFamily(
+            "phalanx_rebalances", "Plans given to the running group.", labels=["outcome"]
+        )
+        ended.add_metric(["applied"], status.rebalanced.applied)
+        ended.add_metric(["withdrawn"], status.rebalanced.withdrawn)
+        yield ended
+        what = "Experts copied for plans that were applied."
+        yield _counter("phalanx_experts_moved", what, status.rebalanced.moved)
         up = GaugeMetricFamily("phalanx_up", "1 while the process is ready.", labels=["process"])
         beat = GaugeMetricFamily(
             "phalanx_last_beat_seconds", "Since the last sign of life.", labels=["process"]
@@ -182,11 +190,14 @@ class _Node:
         if plan is None:
             return
         yield _counter("phalanx_eplb_applied", "Plans applied.", plan.applied)
-        yield _counter("phalanx_eplb_refused", "Plans not worth their cost.", plan.refused)
+        why = "Plans not worth their cost, or that could not be applied."
+        yield _counter("phalanx_eplb_refused", why, plan.refused)
         if plan.plan_age_s is not None:
             yield _gauge("phalanx_eplb_plan_age_seconds", "Of the last plan.", plan.plan_age_s)
         balance = GaugeMetricFamily(
-            "phalanx_eplb_balance", "Busiest rank over the mean, by layer.", labels=["layer"]
+            "phalanx_eplb_balance",
+            "Busiest rank over the mean as planned, by layer.",
+            labels=["layer"],
         )
         for layer in plan.layers:
             balance.add_metric([str(layer.layer)], layer.moe_lb)

@@ -43,9 +43,11 @@ from phalanx.supervisor.events import (
     KillAsked,
     Observed,
     PipeClosed,
+    PlacementsSeen,
     Progressed,
     Publish,
     Reaped,
+    RebalanceAsked,
     ScrubHeard,
     Send,
     SetEpoch,
@@ -60,6 +62,7 @@ from phalanx.supervisor.events import (
 from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
 from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.processes import ProcessSpec
+from phalanx.supervisor.rebalance import Rebalances
 from phalanx.supervisor.restart import RestartPolicy
 
 _MS = 1_000_000
@@ -85,6 +88,7 @@ class SupervisorCore:
         self.placements = placements
         self.group = Group(seats, placements)
         self.changes = Changes(self)
+        self.rebalances = Rebalances(self)
         self.stage = NodeStage.RUNNING
         self.code, self.failed = ExitCode.OK, ""
         self.left: list[str] = []
@@ -102,9 +106,12 @@ class SupervisorCore:
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         actions = self._dispatch(event, now_ns)
-        if not actions and isinstance(event, Observed | Inspected | AcksSeen):
+        if isinstance(event, PlacementsSeen):
+            actions += self.rebalances.step(now_ns)
+        if not actions and isinstance(event, Observed | Inspected | AcksSeen | PlacementsSeen):
             return []  # frequent, and nothing that others see has changed
         actions += self.changes.step(now_ns)
+        actions += self.rebalances.step(now_ns)
         return actions + self._after(actions, now_ns)
 
     def tick(self, now_ns: int) -> list[Action]:
@@ -126,6 +133,7 @@ class SupervisorCore:
             for seat, why in self.group.overdue(now_ns):
                 actions += self.lose(self.workers[seat], why, now_ns, now_ns)
         actions += self.changes.step(now_ns)
+        actions += self.rebalances.step(now_ns)
         actions += self._shutdown_step(now_ns)
         return actions + self._after(actions, now_ns)
 
@@ -165,6 +173,11 @@ class SupervisorCore:
                 return []
             case ChangeAsked():
                 return self.changes.ask(event, now_ns)
+            case RebalanceAsked():
+                return self.rebalances.ask(event, now_ns)
+            case PlacementsSeen(words):
+                self.rebalances.seen(words, now_ns)
+                return []
             case ShutdownAsked():
                 return self._shut_down(event.drain_ms, now_ns)
             case KillAsked():

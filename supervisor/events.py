@@ -9,6 +9,8 @@ from phalanx.protocol.messages import (
     Error,
     HandOver,
     HealthUpdate,
+    Rebalance,
+    Rebalanced,
     Restart,
     Restarted,
     Scale,
@@ -16,7 +18,7 @@ from phalanx.protocol.messages import (
     Scrubbed,
     TopologyChanged,
 )
-from phalanx.protocol.topology import Topology
+from phalanx.protocol.topology import Proposal, Topology
 
 # ---------------------------------------------------------------- events
 
@@ -98,6 +100,7 @@ class AcksSeen:
     incarnation: int
     stop: int
     go: int
+    run: int = 0  # the placement version that it runs, or ran when it stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,40 @@ class ChangeAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class RebalanceAsked:
+    """The planner wants the running group to use another placement. Exactly one Reply follows."""
+
+    peer: bytes
+    request: Rebalance
+    slots: tuple[
+        tuple[int, int], ...
+    ] = ()  # of each member, the expert slots of a layer it has; 0: any
+
+    def same(self, other: "RebalanceAsked") -> bool:
+        """Whether it is the same question, said again."""
+        return (self.peer, self.request) == (other.peer, other.request)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementWords:
+    """How far one member is with what is proposed."""
+
+    seat: int
+    incarnation: int
+    ready: int  # the highest version that it could run
+    run: int  # the one that it runs
+    copied: int  # grows as it gets on
+    steps: int  # that it has taken
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementsSeen:
+    """The words of all members, as they are now. They are read after all actions so far are carried out."""
+
+    words: tuple[PlacementWords, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ShutdownAsked:
     drain_ms: int
 
@@ -163,6 +200,8 @@ Event = (
     | Troubled
     | FilesMissing
     | ChangeAsked
+    | RebalanceAsked
+    | PlacementsSeen
     | ShutdownAsked
     | KillAsked
 )
@@ -201,6 +240,14 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Propose:
+    """Put the placement on the board beside the topology, None: take it away; then wake the workers of `seats`."""
+
+    proposal: Proposal | None
+    seats: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """Remove shared memory whose owner is gone."""
 
@@ -222,10 +269,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a ChangeAsked."""
+    """The answer to a ChangeAsked or a RebalanceAsked."""
 
     peer: bytes
-    message: Scaled | Restarted | Error
+    message: Scaled | Restarted | Rebalanced | Error
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +318,7 @@ Action = (
     | Kill
     | SetEpoch
     | Publish
+    | Propose
     | Sweep
     | Inspect
     | Send

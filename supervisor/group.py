@@ -18,6 +18,7 @@ from typing import Protocol
 from phalanx.protocol.limits import GO_ACK_MS, STEP_END_MS, STOP_ACK_MS
 from phalanx.protocol.messages import EpochRecord
 from phalanx.protocol.patience import Patience
+from phalanx.protocol.placement import Placement
 from phalanx.protocol.topology import Seat, SeatState, Topology
 from phalanx.supervisor.events import AcksSeen, Action, CountStranded, Publish, SetEpoch, Tell
 
@@ -28,11 +29,25 @@ RECORDS_MAX = 1000  # membership changes remembered for `phalanx epochs`
 class Placements(Protocol):
     """Where experts lie. Remembers the placement settled last, so that few experts move."""
 
-    def settle(self, rooms: Mapping[int, int]) -> bytes | None:
+    current: Placement | None  # that the group runs, or ran last
+    proposed: Placement | None  # to the running group
+    adopted: int  # the version that was proposed, and is in force since
+
+    def settle(self, rooms: Mapping[int, int], runs: Collection[int] = ()) -> bytes | None:
         """The placement for a group of these seats; None when there is a shortage.
 
-        `rooms`: of each seat, the expert slots of a layer that it has room for; 0: any number.
+        `rooms`: of each seat, the expert slots of a layer that it has room for; 0: any number. `runs`: the
+        versions that survivors of the last group ran: one of them may be that of what was proposed.
         """
+
+    def propose(self, placement: Placement) -> Placement:
+        """Note what is proposed to the running group; returns it under a version of its own."""
+
+    def adopt(self) -> bytes:
+        """The group runs what was proposed."""
+
+    def forget(self) -> None:
+        """Nobody runs what was proposed, nor will."""
 
     def shortage(self, rooms: Mapping[int, int]) -> str:
         """Why there is no placement for a group of these seats, for people; empty when there is."""
@@ -93,6 +108,8 @@ class Group:
     fingerprint: str = ""  # of the numerics: set by the first group, then fixed
     placement: bytes = b""
     published: Topology | None = None
+    # Of each member that has stopped, the placement version that it ran.
+    runs: dict[int, int] = field(default_factory=dict[int, int])
 
     # ------------------------------------------------------------ what happens to workers
 
@@ -186,6 +203,8 @@ class Group:
         if acknowledged != self.epoch:
             return []
         del self.waiting[seen.seat]
+        if self.phase is GroupPhase.STOPPING:
+            self.runs[seen.seat] = seen.run
         return self._advance(now_ns)
 
     def gets_on(self, seat: int, now_ns: int) -> None:
@@ -232,6 +251,7 @@ class Group:
         self.finishing_ns = 0 if ends_steps else now_ns
         self.epoch += 1 if self.epoch % 2 == 0 else 2
         self.phase = GroupPhase.STOPPING
+        self.runs.clear()
         self.waiting = {seat: Patience(now_ns) for seat in self.members}
         actions: list[Action] = [
             SetEpoch(self.epoch, self._awake(), ends_steps),
@@ -254,7 +274,8 @@ class Group:
             self.members.pop(seat, None)
             self.seats[seat].state = "absent"
         chosen = tuple(sorted({*self.members, *joiners} & self._staying()))
-        placement = self.placements.settle(self._rooms(chosen))
+        runs = {version for seat, version in self.runs.items() if seat in self.members}
+        placement = self.placements.settle(self._rooms(chosen), runs)
         if placement is None:
             if forming:
                 return []

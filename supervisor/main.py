@@ -31,6 +31,7 @@ from phalanx.protocol.messages import (
     Message,
     Progress,
     Ready,
+    Rebalance,
     Restart,
     Scale,
     ScrubReport,
@@ -56,8 +57,10 @@ from phalanx.supervisor.events import (
     KillAsked,
     PipeClosed,
     Progressed,
+    Propose,
     Publish,
     Reaped,
+    RebalanceAsked,
     RenewStandbys,
     Reply,
     Resized,
@@ -90,7 +93,9 @@ _MESSAGES_PER_TURN = 256
 _CALM_NS = 200_000_000  # how long the first steps of a new group have the CPUs for themselves
 _LATER_NS = 500_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
-_WARNINGS = frozenset({"lost", "ended", "unhealthy", "stop", "failed", "change failed"})
+_WARNINGS = frozenset(
+    {"lost", "ended", "unhealthy", "stop", "failed", "change failed", "rebalance withdrawn"}
+)
 _DRAIN_S_MAX = 86_400.0
 
 
@@ -227,6 +232,9 @@ class Node:
                 now_ns = self._board.supervisor_beat_ns = time.monotonic_ns()
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:
                     self._events.extend(self._watch.observe())
+                    if self._core.rebalances.now is not None:
+                        self._handle_events()  # what these did is on the board when its words are read
+                        self._events.append(self._watch.placements(self._core.group.members))
                     observed_ns = now_ns
                     self._look_at_files()
                     self._look_at_standbys(now_ns)
@@ -356,6 +364,9 @@ class Node:
                 self._inject(identity, message)
             case Scale() | Restart():
                 self._events.append(ChangeAsked(identity, message))
+            case Rebalance():
+                slots = self._watch.expert_slots(self._core.group.members)
+                self._events.append(RebalanceAsked(identity, message, slots))
             case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
                 self._waiting_for_end.append((identity, call))
                 self._events.append(ShutdownAsked(int(timeout_s * 1000)))
@@ -379,6 +390,8 @@ class Node:
                     self._set_epoch(action)
                 case Publish():
                     self._publish(action)
+                case Propose():
+                    self._propose(action)
                 case Spawn() | Sweep() if self._streams_wait:
                     # Starting a process or freeing memory takes milliseconds, and a process that starts
                     # takes a CPU for seconds.
@@ -434,6 +447,18 @@ class Node:
             self._board.seats[seat].bell.ring()
         if going:
             failpoint("supervisor.go.after_publish")
+
+    def _propose(self, propose: Propose) -> None:
+        if propose.proposal is None:
+            failpoint("supervisor.rebalance.before_withdraw")
+            self._board.withdraw()
+        else:
+            failpoint("supervisor.rebalance.before_propose")
+            self._board.propose(propose.proposal)
+        for seat in propose.seats:
+            self._board.seats[seat].bell.ring()
+        if propose.proposal is not None:
+            failpoint("supervisor.rebalance.after_propose")
 
     def _do_what_was_put_off(self) -> None:
         actions, self._later = self._later, []
@@ -497,6 +522,7 @@ class Node:
         if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
             row = self._board.seats[spec.seat]
             row.worker_incarnation = row.stop_ack = row.go_ack = 0
+            row.placement_ready = row.placement_run = row.placement_slots = 0
         try:
             child = self._spawner.spawn(spec, incarnation)
         except OSError as error:  # no room for a process or a pipe: the same as an early death

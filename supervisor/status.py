@@ -40,6 +40,9 @@ def status(
         epochs=tuple(core.group.records),
         failed=core.failed,
         change=core.changes.told,
+        rebalance=core.rebalances.told,
+        rebalances=tuple(core.rebalances.records),
+        rebalanced=core.rebalances.totals,
         inexact=config.inexact,
         scrubbed=structs.replace(core.scrubbed, findings=tuple(core.findings())),
     )

@@ -2,13 +2,21 @@
 
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import zmq
 
 from phalanx.protocol.board import Board, ProcessPhase
 from phalanx.protocol.link import bind_router
-from phalanx.supervisor.events import AcksSeen, Event, Observed, PipeClosed
+from phalanx.supervisor.events import (
+    AcksSeen,
+    Event,
+    Observed,
+    PipeClosed,
+    PlacementsSeen,
+    PlacementWords,
+)
 from phalanx.supervisor.spawn import Child
 
 _SLICE_MS = 3.0  # of waiting on the bell; deaths are looked for between two slices
@@ -113,8 +121,22 @@ class Watch:
         events: list[Event] = []
         for seat in seats:
             row = self._board.seats[seat]
-            events.append(AcksSeen(seat, row.worker_incarnation, row.stop_ack, row.go_ack))
+            acks = row.stop_ack, row.go_ack
+            events.append(AcksSeen(seat, row.worker_incarnation, *acks, row.placement_run))
         return events
+
+    def placements(self, seats: Collection[int]) -> PlacementsSeen:
+        """How far the workers of `seats` are with what is proposed."""
+        words: list[PlacementWords] = []
+        for seat in seats:
+            row = self._board.seats[seat]
+            found = row.placement_ready, row.placement_run, row.placement_copied, row.steps_run
+            words.append(PlacementWords(seat, row.worker_incarnation, *found))
+        return PlacementsSeen(tuple(words))
+
+    def expert_slots(self, seats: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """Of each of these seats, the expert slots of a layer that its worker has now."""
+        return tuple((seat, self._board.seats[seat].placement_slots) for seat in seats)
 
     def close(self) -> None:
         self.socket.close()

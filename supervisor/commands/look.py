@@ -22,9 +22,11 @@ from phalanx.protocol.messages import (
     Message,
     PlanReply,
     PlanShow,
+    StatusQuery,
+    StatusReply,
 )
 from phalanx.protocol.rundir import EPLB_SOCKET, KVSTORE_SOCKET, LOG_DIR, endpoint, is_running
-from phalanx.supervisor.ask import NoAnswer, NoNode, asker, find_run_dir
+from phalanx.supervisor.ask import NoAnswer, NoNode, ask, asker, find_run_dir
 from phalanx.supervisor.commands.common import (
     console,
     errors,
@@ -35,6 +37,7 @@ from phalanx.supervisor.commands.common import (
 )
 
 R = TypeVar("R")
+_ANSWER_S = 5.0
 _LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -216,7 +219,7 @@ def eplb() -> None:
 @run_dir_option
 @json_option
 def show(run_dir: Path | None, as_json: bool) -> None:
-    """The planner's last plan: predicted balance of each layer."""
+    """The planner's last plan: balance of each layer as it was, as planned, and at best."""
     reply = _ask(_running(run_dir), EPLB_SOCKET, PlanShow(1), EplbReply, PlanReply)
     if as_json:
         document = {
@@ -224,18 +227,45 @@ def show(run_dir: Path | None, as_json: bool) -> None:
             "plan_age_s": reply.plan_age_s,
             "applied": reply.applied,
             "refused": reply.refused,
+            "refusal": reply.refusal,
         }
         print_json(document)
         return
     age = "none yet" if reply.plan_age_s is None else f"{reply.plan_age_s:.0f} s old"
     table = Table(title=f"plan: {age}, applied {reply.applied}, refused {reply.refused}")
-    for column in ("layer", "busiest/mean", "bound", "copies"):
+    for column in ("layer", "busiest/mean", "planned", "bound", "copies"):
         table.add_column(column, justify="right")
     for layer in reply.layers:
-        table.add_row(
-            str(layer.layer), f"{layer.moe_lb:.3f}", f"{layer.bound:.3f}", str(layer.copies)
-        )
+        balance = (f"{value:.3f}" for value in (layer.now, layer.moe_lb, layer.bound))
+        table.add_row(str(layer.layer), *balance, str(layer.copies))
     console.print(table)
+    if reply.refusal:
+        console.print(f"the last one that was refused: {reply.refusal}", highlight=False)
+
+
+@eplb.command()
+@run_dir_option
+@json_option
+def history(run_dir: Path | None, as_json: bool) -> None:
+    """The plans that were given to the running group: what came of each, and how long each part took."""
+    path = find_run_dir(run_dir)
+    reply = ask(path, StatusQuery(1), StatusReply, _ANSWER_S)
+    if as_json:
+        print_json(reply.rebalances)
+        return
+    table = Table(title=f"under way: {reply.rebalance}" if reply.rebalance else "plans")
+    for column in ("version", "epoch", "outcome", "copies", "busiest/mean", "plan", "copy", "flip"):
+        table.add_column(column, justify="left" if column == "outcome" else "right")
+    for one in reply.rebalances:
+        outcome = f"{one.outcome}: {one.why}" if one.why else one.outcome
+        times = (_ms(part) for part in (one.plan_ms, one.copy_ms, one.flip_ms))
+        balance = f"{one.before:.3f} to {one.after:.3f}"
+        table.add_row(str(one.version), str(one.epoch), outcome, str(one.moved), balance, *times)
+    console.print(table)
+
+
+def _ms(part: float) -> str:
+    return "-" if part < 0 else f"{part:.0f} ms"
 
 
 def _running(run_dir: Path | None) -> Path:

@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.config import KVStoreConfig, NodeConfig
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.messages import HandOver, Restart, Scale
-from phalanx.protocol.topology import Topology
+from phalanx.protocol.placement import Placement
+from phalanx.protocol.topology import Proposal, Topology
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     AcksSeen,
@@ -28,7 +31,10 @@ from phalanx.supervisor.events import (
     Kill,
     Observed,
     PipeClosed,
+    PlacementsSeen,
+    PlacementWords,
     Progressed,
+    Propose,
     Publish,
     Reaped,
     Send,
@@ -88,6 +94,11 @@ class Row:
     incarnation: int = 0
     stop: int = 0
     go: int = 0
+    # How far it is with a proposed placement, and the versions.
+    ready: int = 0
+    run: int = 0
+    copied: int = 0
+    steps: int = 0
 
 
 @dataclass
@@ -113,6 +124,7 @@ class Host:
     word: int = 1
     ends_steps: bool = True  # the word, if it is odd
     topology: Topology | None = None
+    proposal: Proposal | None = None
     finished: Finished | None = None
     story: list[str] = field(default_factory=list[str])
     load_ms: tuple[int, int] = (300, 3000)  # of a worker
@@ -211,11 +223,22 @@ class Host:
         for child in list(self.children.values()):
             if not child.reaped:
                 self.feed(self._observe(child))
+        if self.core.rebalances.now is not None:
+            self.feed(self._placements())
         self._carry_out(self.core.tick(self.now_ns))
         self.checks.after_event()
         if self.core.awaits_acks:
             self._read_rows()
         self.after(TICK_NS, self._tick)
+
+    def _placements(self) -> PlacementsSeen:
+        rows = [(seat, self.rows[seat]) for seat in self.core.group.members]
+        return PlacementsSeen(
+            tuple(
+                PlacementWords(seat, row.incarnation, row.ready, row.run, row.copied, row.steps)
+                for seat, row in rows
+            )
+        )
 
     def _observe(self, child: Child) -> Observed:
         if child.turns:
@@ -237,7 +260,7 @@ class Host:
 
     def _read_rows(self) -> None:
         for seat, row in self.rows.items():
-            self.feed(AcksSeen(seat, row.incarnation, row.stop, row.go))
+            self.feed(AcksSeen(seat, row.incarnation, row.stop, row.go, row.run))
 
     def _carry_out(self, actions: list[Action]) -> None:
         for action in actions:
@@ -261,6 +284,9 @@ class Host:
                 self._ring(seats)
             case Publish(topology, seats):
                 self.topology = topology
+                self._ring(seats)
+            case Propose(proposal, seats):
+                self.proposal = proposal
                 self._ring(seats)
             case Inspect(name, incarnation):
                 self.after(0, lambda: self._inspect(name, incarnation))
@@ -333,7 +359,9 @@ class Host:
             return
         child.said_ready = True
         if child.spec.kind == "worker":
-            self.rows[child.spec.seat].incarnation = child.incarnation  # its old answers stay there
+            row = self.rows[child.spec.seat]
+            row.incarnation = child.incarnation  # its old answers stay there
+            row.ready = row.run = 0
         # Messages travel: this one may come after the death of its sender.
         self.after(self.ms(0, 30), lambda: self._hear_ready(child))
         if child.spec.kind == "worker":
@@ -406,7 +434,11 @@ class Host:
         child.preparing = False
         if child.turns and not self._dies_now(child):
             self._look_soon(child)
-            self.rows[child.spec.seat].go = epoch
+            row, topology = self.rows[child.spec.seat], self.topology
+            if topology is not None and topology.epoch == epoch:
+                placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+                row.ready = row.run = placement.version
+            row.go = epoch
             self.checks.go_acked(child, epoch)
             if not self._dies_now(child):
                 self._read_soon(child.spec.seat)
@@ -414,7 +446,7 @@ class Host:
     def _read_soon(self, seat: int) -> None:
         def read() -> None:
             row = self.rows[seat]
-            self.feed(AcksSeen(seat, row.incarnation, row.stop, row.go))
+            self.feed(AcksSeen(seat, row.incarnation, row.stop, row.go, row.run))
 
         self.after(self.ms(0, 1), read)
 

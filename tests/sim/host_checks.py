@@ -9,6 +9,8 @@ import msgspec
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
     BACK_MS_MAX,
+    COPY_MS_MAX,
+    FLIP_IDLE_MS,
     GO_ACK_MS,
     HANG_MS,
     RESTART_DELAY_MS,
@@ -18,14 +20,23 @@ from phalanx.protocol.limits import (
     STARVED_MS_MAX,
     STOP_ACK_MS,
 )
-from phalanx.protocol.messages import Error, Restart, Restarted, Scale, Scaled
+from phalanx.protocol.messages import (
+    Error,
+    Rebalance,
+    Rebalanced,
+    Restart,
+    Restarted,
+    Scale,
+    Scaled,
+)
 from phalanx.protocol.placement import Placement, copies, slots_used
-from phalanx.protocol.topology import Topology
+from phalanx.protocol.topology import Proposal, Topology
 from phalanx.supervisor.core import NodeStage
 from phalanx.supervisor.events import (
     Action,
     Finished,
     Kill,
+    Propose,
     Publish,
     Reply,
     Resized,
@@ -64,6 +75,9 @@ class Checks:
         self.open: dict[int, tuple[Scale | Restart, int]] = {}  # changes asked for, and when
         self.asked_starts: dict[str, int] = defaultdict(int)
         self.any_change = False
+        self.plans: dict[tuple[bytes, int], int] = {}  # asked for by the planner, and when
+        self.answered: set[tuple[bytes, int]] = set()
+        self.placements: dict[int, Placement] = {}  # by version, all there ever were
 
     def require(self, condition: bool, text: str) -> None:
         if not condition:
@@ -131,8 +145,14 @@ class Checks:
                 self._publish(topology)
             case Kill(name, incarnation, number):
                 self._kill(name, incarnation, number)
-            case Reply(_, message):
+            case Reply(_, Scaled() | Restarted() | Error() as message) if (
+                action.peer == b"operator"
+            ):
                 self._replied(message)
+            case Reply(peer, Rebalanced() | Error() as message):
+                self._plan_answered(peer, message)
+            case Propose(Proposal() as proposal):
+                self._proposed(proposal)
             case Resized(ranks):
                 self.size_told = ranks
             case Finished():
@@ -200,6 +220,36 @@ class Checks:
         told = self.host.core.changes.told
         self.require(self.host.core.serving or not told, f"stopping, and under way: {told!r}")
         self.require(bool(told) == bool(self.open), f"under way: {told!r}, open: {self.open}")
+
+    # ------------------------------------------------------------ plans of the planner
+
+    def plan_asked(self, peer: bytes, request: Rebalance) -> None:
+        self.plans.setdefault((peer, request.call), self.host.now_ns)
+
+    def _plan_answered(self, peer: bytes, message: Rebalanced | Error) -> None:
+        self.require((peer, message.call) in self.plans, f"an answer to nobody: {message}")
+        self.host.story.append(f"{self.host.now_ns / 1e9:.3f} plan: {message}")
+        self.answered.add((peer, message.call))
+
+    def _proposed(self, proposal: Proposal) -> None:
+        host = self.host
+        placement = msgspec.msgpack.decode(proposal.placement, type=Placement)
+        host.story.append(f"{host.now_ns / 1e9:.3f} proposed: version {placement.version}")
+        self.require(proposal.epoch == host.word, f"proposed for {proposal.epoch}, at {host.word}")
+        self._one_meaning(placement)
+
+    def _one_meaning(self, placement: Placement) -> None:
+        """No version is ever given to two placements."""
+        known = self.placements.setdefault(placement.version, placement)
+        text = f"version {placement.version} is two placements"
+        self.require(known == placement, text)
+
+    def _check_plans(self) -> None:
+        """Whoever asks hears the answer in time, however little happens."""
+        limit_s = (COPY_MS_MAX + FLIP_IDLE_MS) / 1000
+        for call, since_ns in self.plans.items():
+            waited_s = (self.host.now_ns - since_ns) / 1e9
+            self.require(call in self.answered or waited_s < limit_s, f"plan {call}: {waited_s} s")
 
     def _spawn(self, name: str, incarnation: int) -> None:
         now_ns, before = self.host.now_ns, self.host.children.get(name)
@@ -275,6 +325,7 @@ class Checks:
 
     def _check_experts(self, topology: Topology) -> None:
         placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+        self._one_meaning(placement)
         self.require(
             list(placement.seats) == topology.members(),
             f"placement for {placement.seats}, group of {topology.members()}",
@@ -306,6 +357,7 @@ class Checks:
                 self._check_hang(child)
         self._check_answers()
         self._check_changes()
+        self._check_plans()
         if not core.reasons():
             in_group = [seat for seat, _ in self.running]
             told = self.host.core.changes.told

@@ -68,7 +68,7 @@ class World:
         self.disk, self.disk_was_full = Disk(), False
         self.keyed: dict[bytes, Any] = {}
         self.stored: dict[bytes, Any] = {}  # what the KV store has, also after a restart
-        self.steps = self.lives = 0
+        self.steps = self.lives = self.flips = 0
         self.over = False  # everything has been checked: the node only has to end
         self.shut_down = False  # some life ended cleanly, so its open requests ended with it
         self.clients = [SimClient(self, number) for number in range(self.shape.clients)]

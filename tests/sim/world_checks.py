@@ -2,6 +2,10 @@
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from phalanx.protocol.placement import Placement
+from phalanx.protocol.topology import Topology
 from phalanx.supervisor.core import NodeStage
 from sim.host_checks import Checks
 from sim.scheduler_checks import check_clean
@@ -15,6 +19,10 @@ if TYPE_CHECKING:
 
 class WorldChecks(Checks):
     host: "Node"  # type: ignore[assignment]
+
+    def __init__(self, host: "Node") -> None:
+        super().__init__(host)
+        self.versions: dict[tuple[int, int], int] = {}  # of the placement, by epoch and step
 
     def sigkilled(self, child: "Child") -> None:
         super().sigkilled(child)
@@ -35,12 +43,38 @@ class WorldChecks(Checks):
                 continue  # it is dead, or obeys the next STOP
             self.require(other.members == body.members, f"{body.name} and {peer} differ in members")
             self.require(
-                other.placement == body.placement, f"{body.name} and {peer} differ in placement"
-            )
-            self.require(
                 other.incarnation == body.incarnations[peer],
                 f"{body.name} steps with another worker-{peer} than the topology says",
             )
+
+        version = self.versions.setdefault((body.epoch, body.step), body.placement.version)
+        same = version == body.placement.version
+        self.require(
+            same, f"step {body.step} runs {version}, at {body.name} {body.placement.version}"
+        )
+        self._one_meaning(body.placement)
+        for layer, slot, expert in body.places(body.placement):
+            found = body.slots.get((layer, slot))
+            text = f"{body.name} has {found} where layer {layer} has {expert}, in slot {slot}"
+            self.require(found == expert, text)
+
+    def _check_experts(self, topology: Topology) -> None:
+        """Survivors load what is lost, and nothing that one of them still runs."""
+        super()._check_experts(topology)
+        node = self.host
+        group = [(s.seat, s.worker_incarnation) for s in topology.seats if s.state == "member"]
+        bodies = [node.worker(seat) for seat, n in self.running if (seat, n) in group]
+        survivors = [body for body in bodies if body is not None and body.epoch]
+        if topology.epoch != self.running_epoch + 2 or node.least_room:
+            return  # another GO came between, or they may be dealt anew
+        placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+        kept = {(layer, expert) for b in survivors for layer, _, expert in b.places(b.placement)}
+        for body in survivors:
+            known = {(layer, expert) for layer, _, expert in body.places(body.placement)}
+            for layer, _, expert in body.places(placement):
+                needless = (layer, expert) in kept and (layer, expert) not in known
+                text = f"{body.name} loads expert {expert} of layer {layer}, which others run"
+                self.require(not needless, f"GO {topology.epoch}: {text}")
 
     def whole(self) -> None:
         """Healed: every seat is a member, every process runs."""

@@ -15,10 +15,21 @@ from phalanx.protocol.messages import (
     BusToGateway,
     ExpertCounts,
     KVRequest,
+    Rebalance,
     Restart,
     Scale,
 )
-from phalanx.supervisor.events import Action, Finished, Observed, Publish, Send, Spawn, Sweep
+from phalanx.supervisor.events import (
+    Action,
+    Finished,
+    Observed,
+    Publish,
+    RebalanceAsked,
+    Reply,
+    Send,
+    Spawn,
+    Sweep,
+)
 from sim.clock import Act
 from sim.hash_worker import Staged
 from sim.host import Child, Host, Plan
@@ -75,6 +86,8 @@ class Node(Host):
     workers: dict[int, WorkerBody] = field(default_factory=dict[int, WorkerBody])  # by seat
     lines: dict[bytes, Line] = field(default_factory=dict[bytes, Line])
     posted: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    # The placement version that each seat voted with, in rounds of odd and of even numbers.
+    votes: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     seats: dict[int, SeatWords] = field(default_factory=dict[int, SeatWords])
     links: dict[tuple[int, int], MemoryLink] = field(
         default_factory=dict[tuple[int, int], MemoryLink]
@@ -125,6 +138,10 @@ class Node(Host):
                 body = self.bodies.get(name)
                 if body is not None and body.incarnation == incarnation:
                     self.after(self.ms(0.05, 3), lambda: body.told(message) if body.alive else None)
+            case Reply(peer, message) if peer.startswith(b"eplb#"):
+                planner = self.bodies.get("eplb")
+                if planner is not None and peer == b"eplb#%d" % planner.incarnation:
+                    self._send(lambda: planner.take(message) if planner.alive else None)
             case Sweep():
                 for seat, incarnation in list(self.regions):
                     child = self.children.get(f"worker-{seat}")
@@ -376,3 +393,22 @@ class Node(Host):
         body = self.bodies.get("eplb")
         if body is not None and body.alive:
             self.after(self.ms(0.05, 2), lambda: body.take(message) if body.alive else None)
+
+    def _send(self, arrive: Act) -> None:
+        """A message between the planner and the supervisor."""
+        for _ in range(self.world.weather.times()):
+            self.after(self.ms(0.05, 3), arrive)
+
+    def ask_for_a_plan(self, planner: Body, request: Rebalance) -> None:
+        peer = b"eplb#%d" % planner.incarnation
+        slots = tuple((seat, 0) for seat in self.core.group.members)
+        self.checks.plan_asked(peer, request)
+
+        def arrive() -> None:
+            if not self.gone and self.finished is None:
+                self.feed(RebalanceAsked(peer, request, slots))
+
+        self._send(arrive)
+
+    def dies_now(self, child: Child) -> bool:
+        return self._dies_now(child)

@@ -3,7 +3,6 @@
 from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 
 from phalanx.eplb_svc.core import EplbCore
@@ -15,6 +14,7 @@ from phalanx.protocol.messages import (
     Decode,
     Encode,
     Encoded,
+    Error,
     ExpertCounts,
     Get,
     GetDone,
@@ -24,9 +24,9 @@ from phalanx.protocol.messages import (
     Ping,
     Put,
     PutDone,
+    Rebalanced,
     Welcome,
 )
-from phalanx.protocol.placement import copies
 from sim.gateway_fakes import FakeTokenizer
 from sim.hash_worker import VOCAB
 from sim.world_body import MS, Body
@@ -165,7 +165,7 @@ class PlannerBody(Body):
 
     def __init__(self, node: "Node", child: "Child") -> None:
         super().__init__(node, child)
-        self.core = EplbCore()
+        self.core = EplbCore(node.world.shape.eplb)
         self.wake(0)
 
     def turn(self) -> None:
@@ -173,21 +173,13 @@ class PlannerBody(Body):
             self.core.on_topology(self.node.topology)
         while self.inbox:
             message = self.inbox.popleft()
+            if isinstance(message, Rebalanced | Error):
+                self.core.on_answer(message, self.now_ns)
+                continue
             assert isinstance(message, ExpertCounts)
             problem = self.core.on_counts(message)
             self.node.require(problem is None, f"counts are refused: {problem}")
-        if self.core.tick(self.now_ns):
-            self._check_plan()
-        self.wake(400 * MS)
-
-    def _check_plan(self) -> None:
-        plan, topology = self.core.placement, self.node.topology
-        assert plan is not None and topology is not None
-        for layer in range(len(plan.physical_to_logical)):
-            whole = all(copies(plan, layer))
-            self.node.require(whole, f"the plan leaves an expert of layer {layer} out")
-        shape = msgspec.structs.asdict(plan)
-        self.node.require(
-            all(len(rows) == len(plan.seats) for rows in plan.physical_to_logical),
-            f"the plan has other ranks than seats: {shape}",
-        )
+        self.core.tick(self.now_ns, {})
+        if (asked := self.core.take_ask(self.now_ns)) is not None:
+            self.node.ask_for_a_plan(self, asked)
+        self.wake(MS if self.core.busy else 100 * MS)

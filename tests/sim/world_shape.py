@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from phalanx.protocol.config import KVStoreConfig, NodeConfig, SchedulerConfig
+from phalanx.protocol.config import EplbConfig, KVStoreConfig, NodeConfig, SchedulerConfig
 from sim.host import Plan
 from sim.world_body import MS
 
@@ -39,6 +39,10 @@ class Shape:
     changes: int  # of the number of ranks, or fresh processes, asked for while there are faults
     newcomer_fails: float
     logged: bool  # tokens are told once they are on disk, and go on from there
+    eplb: EplbConfig
+    loads_ns: int  # how long experts are as hot as they are
+    copy_ns: tuple[int, int]  # of an expert that a running rank gets
+    cannot_copy: float  # a rank, at each proposal
     inexact: bool  # taken up anew, a sequence goes on with other tokens than it would have had
 
     @classmethod
@@ -90,6 +94,15 @@ class Shape:
             newcomer_fails=rng.choice((0.0, 0.0, 0.5)) * rough,
             logged=logged,
             inexact=inexact,
+            eplb=EplbConfig(
+                spare_slots=rng.choice((0, 1, 1, 2)),
+                period_s=rng.choice((0.1, 0.3, 1.0)),
+                min_rows=rng.choice((1, 500)),
+                margin=rng.choice((0.0, 0.02)),
+            ),
+            loads_ns=rng.choice((300, 1000, 4000)) * MS,
+            copy_ns=rng.choice(((MS, 20 * MS), (5 * MS, 200 * MS))),
+            cannot_copy=rng.choice((0.0, 0.0, 0.05)),
         )
 
     def node_config(self) -> NodeConfig:
@@ -97,6 +110,7 @@ class Shape:
             ranks=self.ranks,
             tokenizers=self.tokenizers,
             kvstore=KVStoreConfig(enabled=self.store),
+            eplb=self.eplb,
         )
 
     def draw_plan(self, rng: random.Random, names: list[str]) -> Plan:

@@ -3,22 +3,23 @@ STOP and GO. It follows `worker_svc/rank.py` and `group.py`, which need real tim
 
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from phalanx.protocol.messages import ExpertCounts
-from phalanx.protocol.placement import Placement
+from phalanx.protocol.placement import EMPTY, Placement
 from phalanx.protocol.steps import Link, StepPlan, StepResult
 from phalanx.protocol.topology import Topology
 from sim.hash_worker import HashWorker
 from sim.world_body import MS, Body
 
 if TYPE_CHECKING:
-    from sim.host import Child
+    from sim.host import Child, Row
     from sim.world_node import Node
 
-COUNTS_EVERY_STEPS = 16
+COUNTS_EVERY_STEPS = 8
 Stamp = tuple[int, int, int]  # worker incarnation, epoch, step
 
 
@@ -102,6 +103,9 @@ class WorkerBody(Body):
         self.members: list[int] = []
         self.outboxes: dict[int, Region] = {}
         self.incarnations: dict[int, int] = {}
+        self.slots: dict[tuple[int, int], int] = {}  # what lies in its memory, by layer and slot
+        self.next: Placement | None = None  # that is proposed, once it is taken up
+        self.refused = 0  # the version of one that it cannot copy
         self.step = 1  # the next one
         self.running: Running | None = None
         self.steps_counted = 0
@@ -122,6 +126,9 @@ class WorkerBody(Body):
         self._adopt_link()
         if self.epoch != word and not self._enter(word):
             return
+        self._consider()
+        if not self.alive:
+            return
         plan = self._next_plan()
         if plan is not None or self._peer_waits():
             self._post(plan)
@@ -141,6 +148,7 @@ class WorkerBody(Body):
         step = (self.epoch, self.step)
         self.running = Running(plan, step, self.region, peers, self.now_ns)
         posted = self.node.posted
+        self.node.votes[self.seat, self.step % 2] = self.row.ready
         posted[self.seat] = number = (self.epoch, self.step)
         # Everyone's bell is rung; who waits for others as well goes on sleeping, and is spared here.
         last = all(posted[peer] >= number for peer in self.outboxes)
@@ -160,6 +168,7 @@ class WorkerBody(Body):
         if not running.behind(self.node):
             if running.phase == "post":
                 running.phase = "compute"
+                self._flip()
                 self.node.checks.step_begins(self)
                 self.later(self.node.step_ns(), lambda: self._store(running))
             else:
@@ -204,6 +213,7 @@ class WorkerBody(Body):
             self.link.send_result(self.hash.run(running.plan))
         self.step += 1
         self.running = None
+        self.row.steps += 1
         self.node.world.steps += 1
         self.node.gets_on(self.child)
         self._count()
@@ -246,7 +256,9 @@ class WorkerBody(Body):
 
     def prepare(self, topology: Topology) -> None:
         """Ready to run that epoch: a receive region of its own, experts loaded."""
-        self.epoch, self.outboxes, self.prepared = 0, {}, topology
+        self.epoch, self.outboxes, self.prepared, self.next = 0, {}, topology, None
+        placement = msgspec.msgpack.decode(topology.placement, type=Placement)
+        self.slots.update({(layer, slot): e for layer, slot, e in self.places(placement)})
         self.region = self.fresh_region()
         self.node.regions[self.seat, self.incarnation] = (topology.epoch, self.region)
 
@@ -270,6 +282,76 @@ class WorkerBody(Body):
         self.placement = msgspec.msgpack.decode(topology.placement, type=Placement)
         return True
 
+    # ------------------------------------------------------------ a placement that is proposed
+
+    @property
+    def row(self) -> "Row":
+        return self.node.rows[self.seat]
+
+    def places(self, placement: Placement) -> list[tuple[int, int, int]]:
+        """(layer, slot, expert) of all that it holds for us."""
+        index = placement.seats.index(self.seat)
+        return [
+            (layer, slot, expert)
+            for layer, rows in enumerate(placement.physical_to_logical)
+            for slot, expert in enumerate(rows[index])
+            if expert != EMPTY
+        ]
+
+    def proposed(self) -> Placement | None:
+        """What is proposed to the group that we are in, and not run by it yet."""
+        proposal = self.node.proposal
+        if proposal is None or proposal.epoch != self.epoch:
+            return None
+        placement = msgspec.msgpack.decode(proposal.placement, type=Placement)
+        return None if placement.version == self.row.run else placement
+
+    def _consider(self) -> None:
+        """Between two steps: take up what is proposed, let go of what no longer is."""
+        placement = self.proposed()
+        if placement is None or (self.next is not None and placement.version != self.next.version):
+            self.next, self.row.ready = None, self.row.run
+        if placement is None or self.next is not None or placement.version == self.refused:
+            return
+        if self.node.rng.random() < self.node.world.shape.cannot_copy:
+            self.refused = placement.version
+            return
+        self.next = placement
+        here = self.places(self.placement)
+        lacking = [place for place in self.places(placement) if place not in here]
+        self._copy(placement, lacking)
+
+    def _copy(self, placement: Placement, lacking: list[tuple[int, int, int]]) -> None:
+        """One expert after the other, beside the steps."""
+        if self.next is not placement or self.node.dies_now(self.child):
+            return
+        if lacking:
+            layer, slot, expert = lacking[0]
+
+            def copied() -> None:
+                if self.next is placement:
+                    self.slots[layer, slot] = expert
+                    self.row.copied += 1
+                    self._copy(placement, lacking[1:])
+
+            self.later(self.node.rng.randrange(*self.node.world.shape.copy_ns), copied)
+        elif self.still_proposed(placement):
+            self.row.ready = placement.version
+            self.node.dies_now(self.child)
+
+    def still_proposed(self, placement: Placement) -> bool:
+        found = self.proposed()
+        return found is not None and found.version == placement.version
+
+    def _flip(self) -> None:
+        """The round is complete: if everyone was ready for the next placement, this step is its first."""
+        votes = {self.node.votes[seat, self.step % 2] for seat in self.members}
+        (version,) = votes if len(votes) == 1 else (self.row.run,)
+        if version != self.row.run:
+            assert self.next is not None and self.next.version == version
+            self.placement, self.next, self.row.run = self.next, None, version
+            self.node.world.flips += 1
+
     def died(self) -> None:
         # Stores that the device has begun arrive even so.
         computing = self.running is not None and self.running.phase == "compute"
@@ -285,7 +367,9 @@ class WorkerBody(Body):
         self.steps_counted = 0
         layers, experts = self.node.num_layers, self.node.num_experts
         rng = self.node.rng
-        counts = [rng.randrange(400) for _ in range(layers * experts)]
+        hot = Random(f"{self.node.seed} {self.now_ns // self.node.world.shape.loads_ns}")
+        weights = [hot.paretovariate(1.0) for _ in range(layers * experts)]
+        counts = [int(rng.uniform(0.8, 1.2) * min(40.0, weight) * 20) for weight in weights]
         message = ExpertCounts(
             self.seat,
             self.node.word,

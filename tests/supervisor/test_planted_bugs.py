@@ -226,10 +226,12 @@ def never_kills_at_the_end(patch: pytest.MonkeyPatch) -> None:
 def forgets_experts_of_the_lost(patch: pytest.MonkeyPatch) -> None:
     right = GroupPlacements.settle
 
-    def settle(self: GroupPlacements, rooms: Mapping[int, int]) -> bytes | None:
+    def settle(
+        self: GroupPlacements, rooms: Mapping[int, int], runs: Collection[int] = ()
+    ) -> bytes | None:
         if self.current is not None and len(rooms) < len(self.current.seats):
             return msgspec.msgpack.encode(self.current)
-        return right(self, rooms)
+        return right(self, rooms, runs)
 
     patch.setattr(GroupPlacements, "settle", settle)
 
