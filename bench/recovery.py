@@ -89,7 +89,8 @@ def run(
         "resume_ms_max": most(survivors + moved),
         "survivors_gap_ms_max": most(survivors),
         "moved_gap_ms_max": most(moved),
-        "rejoin_gap_ms_max": most(figures.rejoin),
+        "rejoin_gap_ms_max": most(figures.rejoin["survivors"] + figures.rejoin["moved"]),
+        "rejoin_survivors_gap_ms_max": most(figures.rejoin["survivors"]),
         "rows": [gaps.row(victim) for victim, gaps in figures.gaps.items()],
         "pause_ms_p50": {name: p50(values) for name, values in figures.pauses.items()},
         "pause_ms_max": {name: most(values) for name, values in figures.pauses.items()},
@@ -116,6 +117,7 @@ def run(
         "ranks": ranks,
         "streams": streams,
         "blocks": blocks,
+        "outputs": sizes.outputs,
         "model": model,
         "load_average": round(os.getloadavg()[0], 2),
     }

@@ -10,6 +10,7 @@ from phalanx.bench.recovery_story import longest_gap, normal_ns, story
 from phalanx.protocol.messages import EpochRecord
 
 _MS = 1e6
+_SETTLED_NS = 500_000_000  # after a rejoin
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Figures:
 
     phases: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     gaps: dict[str, Gaps] = field(default_factory=dict[str, Gaps])  # by the victim's kind
-    rejoin: list[float] = field(default_factory=list[float])
+    rejoin: dict[str, list[float]] = field(default_factory=lambda: {"survivors": [], "moved": []})
     pool_used: list[float] = field(default_factory=list[float])
     pauses: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     changed: int = 0
@@ -85,6 +86,7 @@ def account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
         figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
         figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
     worst: dict[str, tuple[float, Sequence]] = {}
+    joined: tuple[float, Sequence] | None = None
     for sequence in sequences:
         moved = (sequence.request_id, sequence.index) in fault.moved
         if sequence.spans(fault.struck_ns, loss.even_ns if loss else fault.struck_ns):
@@ -95,8 +97,16 @@ def account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
             if loss is not None:
                 _account_pause(sequence, fault.struck_ns, loss.even_ns, moved, figures)
         if rejoin is not None and sequence.spans(rejoin.odd_ns, rejoin.even_ns):
-            figures.rejoin.append(gap_ms(sequence, rejoin.odd_ns, rejoin.even_ns))
+            # The newcomer's first steps are in it: all ranks wait for them.
+            after_ns = rejoin.even_ns + _SETTLED_NS
+            gap = gap_ms(sequence, rejoin.odd_ns, after_ns)
+            figures.rejoin["moved" if moved else "survivors"].append(gap)
+            if not moved:
+                joined = max(joined or (gap, sequence), (gap, sequence), key=lambda w: w[0])
     told = {who: story(fault, sequence, until_ns) for who, (_, sequence) in worst.items()}
+    if joined is not None and rejoin is not None:
+        after_ns = rejoin.even_ns + _SETTLED_NS
+        told["rejoin"] = story(fault, joined[1], after_ns, rejoin.odd_ns)
     figures.worst.append({"victim": fault.victim, **told})
 
 

@@ -25,14 +25,16 @@ def normal_ns(sequence: Sequence) -> float:
     return median(after - before for before, after in pairwise(sequence.times))
 
 
-def story(fault: Fault, sequence: Sequence, until_ns: int) -> dict[str, Any]:
-    """The longest gap of the sequence from the fault until then. All times in ms since the fault.
+def story(
+    fault: Fault, sequence: Sequence, until_ns: int, since_ns: int | None = None
+) -> dict[str, Any]:
+    """The longest gap of the sequence from the fault, or from then, until then. All times in ms since the fault.
 
     `steps`: those of every rank that reach into the gap; `worker_ms` were in the worker, peers' parts included (0:
     abandoned). `delivery_ms`: from the end of the step that made the token after the gap until the client had it.
     `cpu_ms`: of each process, ms on a CPU and ms that its threads waited for one.
     """
-    before_ns, after_ns = longest_gap(sequence, fault.struck_ns, until_ns)
+    before_ns, after_ns = longest_gap(sequence, since_ns or fault.struck_ns, until_ns)
     name = (sequence.request_id, sequence.index)
     seat = fault.before.get(name, -1)
     last = fault.after.get(name, seat)

@@ -156,6 +156,7 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 @click.option("--victim", default="worker", help=f"Who takes turns: {','.join(VICTIMS)}.")
 @click.option("--how", type=click.Choice(["kill", "stop"]), default="kill")
 @click.option("--noise", is_flag=True, help="The control: one rank is one ulp off.")
+@click.option("--outputs", type=click.IntRange(8, 1000), default=160, help="Tokens of each stream.")
 @json_option
 def recovery(
     kills: int,
@@ -167,6 +168,7 @@ def recovery(
     victim: str,
     how: str,
     noise: bool,
+    outputs: int,
     as_json: bool,
 ) -> None:
     """Kill processes under load: how long streams stand still, and whether a token changes.
@@ -180,7 +182,8 @@ def recovery(
     victims = tuple(name.strip() for name in victim.split(","))
     if unknown := set(victims) - set(VICTIMS):
         raise ConfigError(f"--victim {sorted(unknown)}: allowed are {', '.join(VICTIMS)}")
-    figures = run(kills, ranks, streams, model, seed, blocks, victims, how, noise)
+    sizes = importlib.import_module("phalanx.bench.recovery_load").Sizes(outputs=outputs)
+    figures = run(kills, ranks, streams, model, seed, blocks, victims, how, noise, sizes)
     report(figures, as_json)
     wrong = bool(figures["tokens_changed"]) is not noise or figures["streams_lost"]
     if figures["failed"] or wrong:

@@ -199,6 +199,22 @@ def test_a_late_final_is_a_gap_and_a_first_token_is_waited_for_too() -> None:
     assert figures.gaps["worker"].unspoken == [250]
 
 
+def test_the_newcomers_first_steps_are_part_of_the_rejoin() -> None:
+    """It has joined at 310 ms; the step that it is in for the first time is slow for all."""
+    ms = 1_000_000
+    changes = [Change(104 * ms, 110 * ms, 120 * ms), Change(302 * ms, 305 * ms, 310 * ms)]
+    fault = Fault("worker", 100 * ms, {("b", 0)}, changes, 310 * ms, 101 * ms, 0.5)
+    often = [at * ms for at in range(10, 310, 30)]
+    here = Sequence(0, 0, "a", 0, [7] * 12, [*often, 330 * ms, 480 * ms], "stop")
+    moved = Sequence(0, 0, "b", 0, [7] * 12, [*often[:3], 900 * ms], "stop")
+    figures = Figures()
+    account(fault, [here, moved], figures)
+    assert figures.gaps["worker"].survivors == [20]
+    assert figures.rejoin == {"survivors": [120], "moved": [800]}
+    (worst,) = figures.worst
+    assert (worst["rejoin"]["before"], worst["rejoin"]["gap_ms"]) == (230, 120)
+
+
 def test_gaps_are_of_the_victims_kind_and_of_who_ran_on_its_rank() -> None:
     ms = 1_000_000
 
