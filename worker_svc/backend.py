@@ -366,7 +366,8 @@ class ModelBackend:
                 matrices = self._weights.load_expert(layer, expert)
                 self._weights.put_expert(layer, slot, expert, matrices)
         except (NoRoom, MemoryError, OSError, CheckpointError) as error:
-            raise NotReady(f"layer {layer}, expert {expert}: {error}") from error
+            why = str(error) or type(error).__name__
+            raise NotReady(f"layer {layer}, expert {expert}: {why}") from error
         self._alive()
 
     def lay_out(self, placement: Placement, layer: int) -> None:
