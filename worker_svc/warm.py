@@ -1,4 +1,4 @@
-"""Steps of every size before the first request, so that a GPU's kernels are compiled by then.
+"""Steps before the first request: of every size, so that a GPU's kernels are compiled by then; a few on a CPU.
 
 Compiled kernels are kept on disk (Triton's cache), so a worker that starts again is quick. Which there
 are follows from these steps alone: `tests/worker_svc/test_variants.py` looks for others.
@@ -14,7 +14,7 @@ from torch import Tensor
 from phalanx.kernels.ops import sample
 from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
 from phalanx.worker_svc.model.batch import SequenceRows, StepBatch
-from phalanx.worker_svc.model.caches import BLOCK_TOKENS
+from phalanx.worker_svc.model.caches import BLOCK_TOKENS, CacheLayout, CachePools
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.model import Model
@@ -43,6 +43,8 @@ _SAMPLING = (
     RowParams(temperature=0.8, top_p=0.9),
     RowParams(temperature=0.8, frequency_penalty=0.5, output_ids=(1,)),
 )
+# Of a rehearsal: tokens, sequences that decode, rows of a prompt.
+_REHEARSED_CONTEXT, _REHEARSED_SEQUENCES, _REHEARSED_ROWS = 1_500, 4, 60
 # Pairs a slot at which the experts' settings change.
 _PAIRS_A_SLOT = (1, 8, 20)
 
@@ -87,6 +89,30 @@ def warm_up(
         _compile_and_load(list(_work(model, weights, max_rows, ranks)), on_layer, on_step)
     finally:
         model.experts = experts
+
+
+def rehearse(weights: Weights) -> None:
+    """Some steps of a model of its own, on a CPU, before there is anything to serve: what torch and the interpreter
+    do at a first time only is done then, not while all ranks wait for a newcomer's first step.
+
+    Args:
+        weights: with one expert of each layer at least.
+    """
+    config = weights.config
+    columns = -(-min(_REHEARSED_CONTEXT, config.max_positions) // BLOCK_TOKENS)
+    pools = CachePools(CacheLayout(config), 1 + columns, _REHEARSED_SEQUENCES)
+    model = Model(weights, pools, _OwnExperts(weights, lambda: None))
+    end = min(columns * BLOCK_TOKENS, config.max_positions)
+    blocks = list(range(1, 1 + columns))
+    with torch.inference_mode():
+        for count, rows in ((1, 1), (_REHEARSED_SEQUENCES, 1), (1, min(_REHEARSED_ROWS, end))):
+            ids = [token % config.vocab_size for token in range(rows)]
+            sequences = [
+                SequenceRows(at, end - rows, ids, blocks, logits=True) for at in range(count)
+            ]
+            _step(model, StepBatch.of(sequences))
+        for row in _SAMPLING:
+            _sample(model, SamplingRows.of([row]))
 
 
 def warm_up_experts(

@@ -11,7 +11,7 @@ from forward_world import World, alone, weights_of
 
 from phalanx.worker_svc import warm
 from phalanx.worker_svc.backend import ModelBackend
-from phalanx.worker_svc.warm import warm_up
+from phalanx.worker_svc.warm import rehearse, warm_up
 
 pytest.importorskip("triton")
 from phalanx.kernels.triton import compiling
@@ -52,6 +52,17 @@ def test_steps_of_any_size_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [("compile kernels", 0.5), *loads]
     ids = world.tokens(40)
     assert torch.equal(world.run(0, 0, ids), alone("tiny-a", ids))
+
+
+@pytest.mark.parametrize("shape", ["tiny-a", "short"])
+def test_a_rehearsal_leaves_nothing_behind(shape: str) -> None:
+    weights = weights_of(shape)
+    before = [weights.slots(layer) for layer in range(weights.config.num_hidden_layers)]
+    rehearse(weights)
+    assert before == [weights.slots(layer) for layer in range(weights.config.num_hidden_layers)]
+    world = World(shape, num_slots=2)
+    ids = world.tokens(20)
+    assert torch.equal(world.run(0, 0, ids), alone(shape, ids))
 
 
 class Asked:
