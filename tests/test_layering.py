@@ -42,6 +42,7 @@ PURE = {
     "ledger.py",
     "seats.py",
     "streams.py",
+    "suspects.py",
     "texts.py",
 }
 IMPURE = {

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from phalanx.protocol.errors import Code
 from sim.world import World
 
 SEEDS, BATCH = 300, 30
@@ -20,6 +21,34 @@ def test_every_stream_is_that_of_a_quiet_run(first: int) -> None:
         except Exception as error:
             error.add_note(f"again: python -P tests/sim/world.py --seed {seed} -v")
             raise
+
+
+QUIET = {
+    "faults": 0,
+    "changes": 0,
+    "step_death": 0.0,
+    "protocol_death": 0.0,
+    "spawn_failure": 0.0,
+    "node_deaths": 0,
+    "crash_looper": False,
+    "shut_down": False,
+}
+
+
+@pytest.mark.parametrize("poison", [1, 2])
+def test_requests_over_which_workers_die_end_alone(poison: int) -> None:
+    """Every other stream is that of a quiet run, and no node gives up."""
+    print(f"seeds {BASE} to {BASE + 5}")
+    given_up = 0
+    for seed in range(BASE, BASE + 6):
+        try:
+            world = World(seed, poison=poison, aborts=0.0, **QUIET).run()
+            assert world.lives == 1
+        except Exception as error:
+            error.add_note(f"again: World({seed}, poison={poison}, aborts=0.0, **QUIET).run()")
+            raise
+        given_up += sum(final.code is Code.INTERNAL for final in world.finals.values())
+    assert given_up >= 3, "of six, some may be refused"
 
 
 def test_a_seed_replays_exactly() -> None:

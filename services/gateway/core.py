@@ -155,6 +155,8 @@ class Core:
         if self._recovering:
             self._end_recovery(now_ns)
         self._placement.dispatch(now_ns)
+        for stream in self._placement.take_fallen():
+            self._ledger.add(stream.fell())
         for stream in self._placement.take_ended():
             self._produced(stream, now_ns)
         self._texts.dispatch(now_ns)
@@ -791,6 +793,8 @@ class Core:
     def _recover(self, one: Recovered, now_ns: int) -> None:
         request = self._admission.recover(one.entry)
         self._requests[request.request_id] = request
+        for fell in one.falls:
+            request.streams[fell.index].fell_before(fell)
         for stream in request.streams:
             stream.final = one.finals.get(stream.index)
             if self._settings.logged:

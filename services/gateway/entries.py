@@ -59,6 +59,15 @@ class Scored(msgspec.Struct, frozen=True):
     records: bytes  # as `protocol/prompt_logprobs.py` has them
 
 
+class Fell(msgspec.Struct, frozen=True):
+    """How often in a row its ranks fell before a token came after its first `tokens`."""
+
+    request_id: str
+    index: int
+    falls: int
+    tokens: int
+
+
 class Forget(msgspec.Struct, frozen=True):
     request_id: str
 
@@ -73,7 +82,7 @@ class Alive(msgspec.Struct, frozen=True):
     """Whatever has not ended is not abandoned: a gateway still works on it."""
 
 
-Op = Accept | Again | Produced | Scored | Finish | Forget | Stamp | Alive
+Op = Accept | Again | Produced | Scored | Finish | Fell | Forget | Stamp | Alive
 
 
 @dataclass(frozen=True)
@@ -84,3 +93,4 @@ class Recovered:
     finals: dict[int, Final] = field(default_factory=dict)
     produced: tuple[Produced, ...] = ()  # by index, then offset; the same token may come twice
     scored: tuple[Scored, ...] = ()  # by first record, likewise
+    falls: tuple[Fell, ...] = ()

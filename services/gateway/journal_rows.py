@@ -14,6 +14,7 @@ from phalanx.services.gateway.entries import (
     Again,
     Alive,
     Entry,
+    Fell,
     Finish,
     Forget,
     Op,
@@ -23,7 +24,7 @@ from phalanx.services.gateway.entries import (
     Stamp,
 )
 
-VERSION = 4  # 1 had no table of tokens, 2 none of scores, 3 no checksums
+VERSION = 5  # 1 had no table of tokens, 2 none of scores, 3 no checksums, 4 no falls
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS requests
     (id TEXT PRIMARY KEY, created REAL, touched REAL, n INTEGER, fingerprint TEXT, entry BLOB, sum INTEGER)
@@ -35,10 +36,24 @@ CREATE TABLE IF NOT EXISTS tokens
     WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS scores
     (id TEXT, first INTEGER, records BLOB, sum INTEGER, PRIMARY KEY (id, first)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS falls
+    (id TEXT, i INTEGER, falls INTEGER, tokens INTEGER, sum INTEGER, PRIMARY KEY (id, i)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS unreadable (at REAL, source TEXT, id BLOB, why TEXT, data BLOB);
 """
-_KEYS = {"requests": (), "finals": ("i",), "tokens": ("i", "offset"), "scores": ("first",)}
-_DATA = {"requests": "entry", "finals": "final", "tokens": "ids", "scores": "records"}
+_KEYS = {
+    "requests": (),
+    "finals": ("i",),
+    "tokens": ("i", "offset"),
+    "scores": ("first",),
+    "falls": ("i",),
+}
+_DATA = {
+    "requests": "entry",
+    "finals": "final",
+    "tokens": "ids",
+    "scores": "records",
+    "falls": "falls",
+}
 _UNFINISHED = "n > (SELECT count(*) FROM finals WHERE finals.id = requests.id)"
 _UNREADABLE = (
     msgspec.DecodeError,
@@ -118,6 +133,9 @@ def apply(db: sqlite3.Connection, op: Op, now_s: float) -> None:
             rid, encoded = final.request_id, msgspec.msgpack.encode(final)
             _put(db, "finals", rid, final.index, now_s, encoded, row_sum(rid, final.index, encoded))
             db.execute("UPDATE requests SET touched = ? WHERE id = ?", (now_s, rid))
+        case Fell():
+            fell = (op.request_id, op.index, op.falls, op.tokens)
+            _put(db, "falls", *fell, row_sum(*fell))
         case Forget(request_id):
             for table in _KEYS:
                 db.execute(f"DELETE FROM {table} WHERE id = ?", (request_id,))
@@ -142,7 +160,7 @@ def drop_old(db: sqlite3.Connection, before_s: float) -> None:
     """Delete what has ended and was not touched since then; of what has not, a clock alone says nothing."""
     with db:
         db.execute(f"DELETE FROM requests WHERE touched < ? AND NOT {_UNFINISHED}", (before_s,))
-        for table in ("finals", "tokens", "scores"):
+        for table in _KEYS.keys() - {"requests"}:
             db.execute(f"DELETE FROM {table} WHERE id NOT IN (SELECT id FROM requests)")
 
 
@@ -163,6 +181,9 @@ def read(db: sqlite3.Connection, old_s: float) -> Found:
     scores: dict[str, list[Scored]] = {}
     for score in _each(db, "scores", "first, records", _checked(Scored), found):
         scores.setdefault(score.request_id, []).append(score)
+    falls: dict[str, list[Fell]] = {}
+    for fell in _each(db, "falls", "i, falls, tokens", _checked(Fell), found):
+        falls.setdefault(fell.request_id, []).append(fell)
     columns = "fingerprint, entry, touched"
     for entry, touched in _each(db, "requests", columns, _entry, found, "created, id"):
         rid, finals = entry.request_id, ends.get(entry.request_id, {})
@@ -171,7 +192,8 @@ def read(db: sqlite3.Connection, old_s: float) -> Found:
             continue
         found.old += is_old
         pieces = tuple(_without_gaps(log.get(rid, ()), found))
-        found.requests.append(Recovered(entry, finals, pieces, tuple(scores.get(rid, ()))))
+        rest = tuple(scores.get(rid, ())), tuple(falls.get(rid, ()))
+        found.requests.append(Recovered(entry, finals, pieces, *rest))
     return found
 
 

@@ -69,7 +69,7 @@ class Moves:
             if stream.pin is not None or now_ns < place.stays_until_ns:
                 continue
             self.withdraw(stream, place)
-            target = self._seats.with_room(now_ns, stream.num_tokens_max, stream.num_blocks)
+            target = self._seats.with_room(now_ns, stream)
             if target is not None and target is not seat:
                 target.promise(stream.number, stream.num_blocks)
                 place.bound_for, place.stays_until_ns = target.number, now_ns + AGAIN_NS

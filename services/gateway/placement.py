@@ -32,7 +32,8 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.topology import Topology
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.seats import Seat, Seats
-from phalanx.services.gateway.streams import End, Place, Stream
+from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Place, Stream
+from phalanx.services.gateway.suspects import FALLS_MAX, Suspects
 
 MS = 1_000_000
 RETRY_NS = COMMAND_RETRY_MS * MS
@@ -42,8 +43,8 @@ RESEND_NS = 100 * MS
 REFUSED_NS = 100 * MS  # a seat that said "not now" is left alone for this long
 LIST_NS = 30_000 * MS  # how often schedulers are asked what they run, in case a word was lost
 REFUSALS_MAX = 3
+HELD_UP_MAX = 64  # sequences that others are placed before, because they can go nowhere now
 LATER = (Code.OVERLOADED, Code.NOT_READY, Code.KV_PRESSURE, Code.SHUTDOWN)  # refusals to wait out
-FALLS_MAX = 12  # a request that fells every rank it comes to must not stop the node for ever
 ANEW = (Code.INTERNAL, Code.UNKNOWN_REQUEST)  # a new attempt may do; a few times
 
 BusCommand = Submit | AbortSequence | Resend | FinalSeen | HandBack | ListSequences
@@ -77,6 +78,8 @@ class Placement:
         self._seen: dict[bytes, list[tuple[str, int, int]]] = {}
         self._pinned: list[Stream] = []  # wait for one certain seat
         self._ended: list[Stream] = []
+        self._suspects = Suspects()
+        self._fallen: list[Stream] = []
         self._newest = ("", -1)  # (request id, seat) of the sequence placed last
         self._last_call = first_call
 
@@ -125,18 +128,33 @@ class Placement:
 
     def _move_all(self, seat: Seat, fell: bool = True) -> None:
         """What ran there goes elsewhere, ahead of new arrivals. Without `fell` it was no fault."""
-        for stream in list(seat.streams.values()):
+        streams = list(seat.streams.values())
+        if fell and streams:
+            self._suspects.fell(seat.number, any(stream.suspect for stream in streams))
+        for stream in streams:
             self._unplace(stream)
             if stream.pin is not None:
                 self._give_up(stream, _lost_seat(seat.number))
-            elif fell and stream.falls_in_vain() > FALLS_MAX:
+            elif fell and self._fell(stream) > FALLS_MAX:
                 text = (
-                    f"the rank that computed it fell {FALLS_MAX + 1} times in a row before a new token"
-                    " came; it is given up, so that the others can go on"
+                    f"the rank that computed it fell {stream.falls} times in a row before a new token came, the last"
+                    f" {stream.falls - SUSPECT_FALLS} times with no other request that had fallen as often: it is"
+                    " given up, so that the others can go on"
                 )
                 self._give_up(stream, End("error", Code.INTERNAL, text))
             else:
                 self.enqueue(stream, resumed=True)
+
+    def _fell(self, stream: Stream) -> int:
+        """With its seat. Returns how many times in a row it did before a new token came."""
+        if stream.falls_in_vain() > 1:
+            self._fallen.append(stream)
+        return stream.falls
+
+    def take_fallen(self) -> list[Stream]:
+        """Those of which a next gateway is to know how often they fell in vain, since the last call."""
+        taken, self._fallen = self._fallen, []
+        return [stream for stream in taken if not stream.silent]
 
     def _give_up(self, stream: Stream, end: End) -> None:
         stream.end = end
@@ -155,29 +173,53 @@ class Placement:
         if stream.tokens and (end := stream.implied_end(self._eos_token_id)) is not None:
             self._give_up(stream, end)
             return
+        if stream.suspect:
+            self._suspects.add(stream)
+            return
         self._pushes += 1
         heapq.heappush(self._waiting, (not stream.resumed, stream.number, self._pushes, stream))
 
     def dispatch(self, now_ns: int) -> None:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
+        self.seats.pausing = self._suspects.pausing(now_ns)
         self._moves.ask(now_ns)
         pinned, self._pinned = self._pinned, []
         for stream in pinned:
             self._place_pinned(stream, now_ns)
-        while self._waiting:
-            stream = self._waiting[0][-1]
-            if stream.final is not None or stream.place is not None or stream.end is not None:
-                heapq.heappop(self._waiting)
-                continue
-            seat = self._seat_for(stream, now_ns)
-            if seat is None:
-                break
-            heapq.heappop(self._waiting)
-            self._submit(stream, seat, now_ns)
-            self._newest = (stream.request_id, seat.number)
+        self._try_suspects(now_ns)
+        self._place_waiting(now_ns)
         for peer, sequences in self._seen.items():
             self._send(peer, FinalSeen(tuple(sequences)))
         self._seen.clear()
+
+    def _place_waiting(self, now_ns: int) -> None:
+        """In their order; but one whose only seats are busy does not hold up those that may go elsewhere."""
+        held_up: list[tuple[bool, int, int, Stream]] = []
+        while self._waiting and len(held_up) < HELD_UP_MAX:
+            entry = heapq.heappop(self._waiting)
+            stream = entry[-1]
+            if stream.final is not None or stream.place is not None or stream.end is not None:
+                continue
+            seat = self._seat_for(stream, now_ns)
+            if seat is not None:
+                self._submit(stream, seat, now_ns)
+                self._newest = (stream.request_id, seat.number)
+                continue
+            held_up.append(entry)
+            if not self.seats.any_open(now_ns, resumed=stream.resumed):
+                break
+        for entry in held_up:
+            heapq.heappush(self._waiting, entry)
+
+    def _try_suspects(self, now_ns: int) -> None:
+        while (stream := self._suspects.next()) is not None:
+            tokens, blocks = stream.num_tokens_max, stream.num_blocks
+            closed = self.seats.pausing | self._suspects.trying()
+            seat = self.seats.least_loaded(now_ns, tokens, blocks, resumed=True, but=closed)
+            if seat is None:
+                return
+            self._submit(stream, seat, now_ns)
+            self._suspects.placed(stream, seat.number)
 
     def _place_pinned(self, stream: Stream, now_ns: int) -> None:
         if stream.final is not None or stream.end is not None or stream.pin is None:
@@ -201,6 +243,7 @@ class Placement:
             number if self._follows(stream, number) else -1,
             stream.num_prompt_blocks,
             resumed=stream.resumed,
+            but=self.seats.closed_for(stream),
         )
 
     def _follows(self, stream: Stream, number: int) -> bool:

@@ -1,5 +1,6 @@
 """The seats as the gateway knows them: their schedulers, what they said of themselves, who is next. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -91,6 +92,10 @@ class Seats:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity  # sequences given to one seat at a time
         self.by_number: dict[int, Seat] = {}
+        self.pausing: set[int] = set()  # get nothing now that may be what they fall over
+
+    def closed_for(self, stream: Stream) -> set[int]:
+        return set() if stream.gets_on else self.pausing
 
     def get(self, number: int) -> Seat:
         """The seat, known so far or not."""
@@ -121,12 +126,21 @@ class Seats:
         loads = [seat.load for _, seat in seats if seat.load and seat.peer]
         return tuple([msgspec.structs.replace(load, stuck=()) for load in loads])
 
-    def with_room(self, now_ns: int, tokens: int, blocks: int) -> Seat | None:
-        """The least loaded seat that could start a sequence at once which needs so many blocks now and may
-        grow to so many tokens."""
-        seats = self.by_number.values()
+    def with_room(self, now_ns: int, stream: Stream) -> Seat | None:
+        """The least loaded seat that could start this sequence at once, and lets it grow as far as it may."""
+        tokens, blocks, closed = stream.num_tokens_max, stream.num_blocks, self.closed_for(stream)
+        seats = [seat for seat in self.by_number.values() if seat.number not in closed]
         found = [s for s in seats if s.takes(now_ns) and s.holds(tokens) and s.has_room(blocks)]
         return min(found, key=_load, default=None)
+
+    def _open(self, now_ns: int, resumed: bool) -> list[Seat]:
+        capacity = 2 * self._capacity if resumed else self._capacity
+        seats = self.by_number.values()
+        return [seat for seat in seats if seat.takes(now_ns) and len(seat.streams) < capacity]
+
+    def any_open(self, now_ns: int, *, resumed: bool) -> bool:
+        """Whether some seat takes some sequence."""
+        return bool(self._open(now_ns, resumed))
 
     def least_loaded(
         self,
@@ -137,6 +151,7 @@ class Seats:
         worth: int = 0,
         *,
         resumed: bool = False,
+        but: Collection[int] = (),
     ) -> Seat | None:
         """Where the next sequence goes; None while no seat takes one.
 
@@ -149,13 +164,9 @@ class Seats:
                 blocks are there already.
             resumed: It goes ahead of the arrivals that wait at a seat, so a seat that is full of them is
                 given it all the same, up to as many again: its table has rows for that.
+            but: Numbers of seats that are out of the question.
         """
-        capacity = 2 * self._capacity if resumed else self._capacity
-        usable = [
-            seat
-            for seat in self.by_number.values()
-            if seat.takes(now_ns) and len(seat.streams) < capacity
-        ]
+        usable = [seat for seat in self._open(now_ns, resumed) if seat.number not in but]
         if not usable:
             return None
         roomy = [seat for seat in usable if seat.holds(tokens)]

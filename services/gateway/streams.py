@@ -28,12 +28,13 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.protocol.seeds import derive_seed
-from phalanx.services.gateway.entries import Entry, Produced, Scored
+from phalanx.services.gateway.entries import Entry, Fell, Produced, Scored
 from phalanx.services.gateway.stops import StopScanner
 
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
 PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
+SUSPECT_FALLS = 3  # see `suspects.py`
 TOKEN_BYTES = 40  # about what a token of a stream takes in memory
 
 
@@ -120,6 +121,24 @@ class Stream:
         self.falls = 1 if len(self.tokens) > self.tokens_at_fall else self.falls + 1
         self.tokens_at_fall = len(self.tokens)
         return self.falls
+
+    def fell(self) -> Fell:
+        """For the journal."""
+        return Fell(self.request_id, self.index, self.falls, self.tokens_at_fall)
+
+    def fell_before(self, fell: Fell) -> None:
+        """What the last gateway saw."""
+        self.falls, self.tokens_at_fall = fell.falls, fell.tokens
+
+    @property
+    def gets_on(self) -> bool:
+        """Its ranks do not fall over it, as far as anyone can know: it had tokens before its last fall."""
+        return self.falls <= 1 and bool(self.tokens)
+
+    @property
+    def suspect(self) -> bool:
+        """Its ranks fall again and again, perhaps over it."""
+        return self.falls >= SUSPECT_FALLS and len(self.tokens) <= self.tokens_at_fall
 
     @property
     def request_id(self) -> str:

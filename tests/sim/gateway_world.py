@@ -46,6 +46,7 @@ from phalanx.services.gateway.entries import (
     Again,
     Alive,
     Entry,
+    Fell,
     Finish,
     Forget,
     Op,
@@ -93,6 +94,7 @@ class Disk:
         self.finals: dict[str, dict[int, Final]] = {}
         self.produced: dict[str, list[Produced]] = {}
         self.scored: dict[str, list[Scored]] = {}
+        self.falls: dict[str, dict[int, Fell]] = {}
         self.full = False
 
     def apply(self, op: Op) -> None:
@@ -105,8 +107,11 @@ class Disk:
                 self.produced.setdefault(op.request_id, []).append(op)
             case Scored():
                 self.scored.setdefault(op.request_id, []).append(op)
+            case Fell():
+                self.falls.setdefault(op.request_id, {})[op.index] = op
             case Forget(request_id):
                 self.entries.pop(request_id, None)
+                self.falls.pop(request_id, None)
                 self.finals.pop(request_id, None)
                 self.produced.pop(request_id, None)
                 self.scored.pop(request_id, None)
@@ -143,6 +148,7 @@ class Disk:
                 dict(self.finals.get(request_id, {})),
                 tuple(sorted(self.produced.get(request_id, ()), key=lambda p: (p.index, p.offset))),
                 tuple(sorted(self.scored.get(request_id, ()), key=lambda s: s.first)),
+                tuple(self.falls.get(request_id, {}).values()),
             )
             for request_id, entry in self.entries.items()
         ]

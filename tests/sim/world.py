@@ -11,7 +11,9 @@ and with the stream of an undisturbed run, nobody keeps anything, and nothing wa
 import random
 import sys
 import time
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from phalanx.protocol.messages import (
     Replay,
     Replayed,
 )
+from phalanx.protocol.steps import StepPlan
 from phalanx.services.client_core import Question
 from phalanx.services.client_flow import Begun, Received
 from phalanx.services.gateway.core import Core
@@ -57,9 +60,14 @@ DRAIN_NS = 70_000 * MS  # every question is repeated within half of this
 
 
 class World:
-    def __init__(self, seed: int, ring: dict[str, int] | None = None) -> None:
+    def __init__(
+        self, seed: int, ring: dict[str, int] | None = None, poison: int = 0, **shape: Any
+    ) -> None:
+        """`poison`: over so many of the requests every worker that computes them dies. `shape`: otherwise than drawn."""
         self.seed, self.rng = seed, random.Random(seed)
-        self.shape = Shape.of(self.rng)
+        self.shape = replace(Shape.of(self.rng), **shape)
+        self.poison: set[bytes] = set()  # their prompts
+        self._poison_left = poison
         self.ring = ring or {}  # of the workers, for a planted fault
         self.clock = Clock(1_000_000_000)
         self.weather = Weather(self.rng)
@@ -282,6 +290,9 @@ class World:
         rng, shape = self.rng, self.shape
         for number in range(shape.requests):
             ask = random_ask(rng, shape, number)
+            if self._poison_left:
+                self._poison_left -= 1
+                self.poison.add(array("i", ask.prompt).tobytes())
             note_keys(self.keyed, ask.prompt)
             arrival_ns = rng.randrange(shape.faults_ns * 3 // 4)
             self.clock.after(arrival_ns, lambda ask=ask: self._generate(ask))  # type: ignore[misc]
@@ -304,7 +315,7 @@ class World:
         node = self._living_node()
         node.checks.whole()
         healed_ns = self.now_ns
-        self._advance(DRAIN_NS, self._over)
+        self._advance((1 + 9 * len(self.poison)) * DRAIN_NS, self._over)
         self.drained_s = (self.now_ns - healed_ns) / 1e9
         for reading in self.readings:
             flow = reading.flow
@@ -399,8 +410,15 @@ class World:
         wanted = ask.spec.sampling.max_tokens
         return len(ask.prompt) + (wanted or 1) > most
 
+    def is_poison(self, plan: StepPlan | None) -> bool:
+        """Whether a worker dies over it."""
+        new = plan.new if plan is not None and self.poison else ()
+        return any(one.tokens[: 4 * one.num_prompt] in self.poison for one in new)
+
     def may_end(self, ask: Ask, final: Final) -> bool:
         """Whether a sequence may have ended so, before its stream's end."""
+        if array("i", ask.prompt).tobytes() in self.poison and final.code is Code.INTERNAL:
+            return "times in a row before a new token came" in final.error
         if final.code is Code.SHUTDOWN:
             return self.shut_down and final.finish_reason == "abort"
         if final.finish_reason == "abort":

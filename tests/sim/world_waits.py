@@ -52,7 +52,9 @@ class Waits:
                 if (stream.place.seat, stream.place.attempt) != (body.seat, sequence.attempt):
                     continue
                 if any(
-                    other is not body and self._fits(other, sequence, stream.num_tokens_max)
+                    other is not body
+                    and other.seat not in gateway.core._placement.seats.closed_for(stream)
+                    and self._fits(other, sequence, stream.num_tokens_max)
                     for other in ranks
                 ):
                     since[sequence.key] = self._since.get(sequence.key, now_ns)

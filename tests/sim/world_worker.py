@@ -189,6 +189,9 @@ class WorkerBody(Body):
 
     def _store(self, running: Running) -> None:
         """Our rows go to the peers' regions."""
+        if self.node.world.is_poison(running.plan):
+            self.node.die(self.child, -11)
+            return
         self.store()
         running.phase = "exchange"
         self.wake(0)

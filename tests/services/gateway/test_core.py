@@ -52,7 +52,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway import streams as streams_module
 from phalanx.services.gateway.entries import Accept, Again, Entry, Finish, Forget, Recovered
-from phalanx.services.gateway.placement import FALLS_MAX
+from phalanx.services.gateway.suspects import FALLS_MAX
 from sim.gateway_fakes import encode_text
 from sim.gateway_world import Disk
 
@@ -117,6 +117,20 @@ def test_a_refusal_touches_nothing() -> None:
     (error,) = desk.told()
     assert isinstance(error, Error) and "999" in error.message
     assert desk.core.idle
+
+
+def test_one_that_fits_only_a_busy_rank_does_not_hold_up_the_others() -> None:
+    """Ranks that joined later have smaller pools than what was accepted before."""
+    desk = Desk(seats=1, capacity=1)
+    large = [desk.start(Sampling(max_tokens=300)) for _ in range(3)]
+    assert [submit.request_id for _, submit in desk.submits()] == large[:1]
+    desk.core.on_topology(Topology(4, (*desk.topology.seats, Seat(1, 1, 1, "member"))), desk.now)
+    desk.says(b"scheduler-1#1", Hello("scheduler-1", "scheduler", 1, 1))
+    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=1, worker_incarnation=1))
+    small = desk.start(Sampling(max_tokens=9))
+    assert [(p, s.request_id) for p, s in desk.submits()] == [(b"scheduler-1#1", small)]
+    desk.asks(Abort(9, large[0]))
+    assert [(p, s.request_id) for p, s in desk.submits()] == [(b"scheduler-0#1", large[1])]
 
 
 def test_the_pool_of_the_smallest_rank_bounds_a_request() -> None:
@@ -296,7 +310,10 @@ def test_a_request_that_fells_every_rank_is_given_up_and_others_are_not() -> Non
     poison = desk.start(Sampling(max_tokens=40))
     good = desk.start(Sampling(max_tokens=40))
     for fall in range(FALLS_MAX + 1):
-        submits = {submit.request_id: (seat, submit) for seat, submit in desk.submits()}
+        submits: dict[str, tuple[bytes, Submit]] = {}
+        while poison not in submits:
+            desk.passes(100)
+            submits |= {submit.request_id: (seat, submit) for seat, submit in desk.submits()}
         assert submits.keys() == {poison, good}
         desk.produces(*submits[good], fall, 10)  # one token a time, before the rank falls
         desk.scheduler(0, incarnation=fall + 2)

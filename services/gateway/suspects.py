@@ -1,0 +1,77 @@
+"""Which request does its rank fall over? Pure.
+
+A request can be poison: some bug ends whatever rank computes it. Those beside it fall with it, each time, and
+the node ends when one worker has died `RESTARTS_MAX` + 1 times within a minute. So who has fallen `SUSPECT_FALLS`
+times in a row without a new token is tried apart from the others that have: one at a time at each rank, those
+with the fewest falls first. Who is innocent has its next token soon, and is no suspect any more. Who falls
+again and again is given up after `FALLS_MAX` + 1 falls, with an error that says so.
+
+After a rank fell with a suspect nobody is placed there for a while, which grows with each fall that follows, but who
+had tokens when it fell last: however many requests are poison, the deaths of a worker stay within the supervisor's
+bounds.
+"""
+
+import heapq
+
+from phalanx.services.gateway.streams import Stream
+
+SECOND = 1_000_000_000
+FALLS_MAX = 5  # without a new token
+# After the first fall of that kind within a minute, the second, ... With those that made them suspects it is eight
+# falls of a worker within a minute at most.
+PAUSES_NS = (1 * SECOND, 3 * SECOND, 12 * SECOND, 26 * SECOND)
+MEMORY_NS = 60 * SECOND
+
+
+class Suspects:
+    """Those that wait to be tried, and those that are."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, int, Stream]] = []  # heap: falls, age
+        self._pushes = 0
+        self._tried: dict[int, Stream] = {}  # by seat
+        self._fallen: list[tuple[int, bool]] = []  # since the last look
+        # When a seat fell with a suspect, and after that with anybody. Not of those that never did.
+        self._falls_ns: dict[int, list[int]] = {}
+
+    def add(self, stream: Stream) -> None:
+        self._pushes += 1
+        heapq.heappush(self._waiting, (stream.falls, stream.number, self._pushes, stream))
+
+    def fell(self, seat: int, tried: bool) -> None:
+        """A rank did, with what it computed. `tried`: one of those was a suspect."""
+        self._fallen.append((seat, tried))
+
+    def next(self) -> Stream | None:
+        """Who is to be tried first."""
+        while self._waiting:
+            stream = self._waiting[0][-1]
+            if stream.final is None and stream.end is None and stream.place is None:
+                return stream
+            heapq.heappop(self._waiting)
+        return None
+
+    def pausing(self, now_ns: int) -> set[int]:
+        """The seats that nobody is to be placed at now."""
+        for seat, tried in self._fallen:
+            before = [at_ns for at_ns in self._falls_ns.get(seat, ()) if now_ns - at_ns < MEMORY_NS]
+            if tried or before:
+                self._falls_ns[seat] = [*before, now_ns]
+        self._fallen.clear()
+        return {seat for seat, falls_ns in self._falls_ns.items() if _pauses(falls_ns, now_ns)}
+
+    def trying(self) -> set[int]:
+        """The seats that have a suspect."""
+        self._tried = {
+            seat: stream
+            for seat, stream in self._tried.items()
+            if stream.suspect and stream.place is not None and stream.place.seat == seat
+        }
+        return set(self._tried)
+
+    def placed(self, stream: Stream, seat: int) -> None:
+        self._tried[seat] = stream
+
+
+def _pauses(falls_ns: list[int], now_ns: int) -> bool:
+    return now_ns - falls_ns[-1] < PAUSES_NS[min(len(falls_ns), len(PAUSES_NS)) - 1]

@@ -1,0 +1,97 @@
+"""A request over which its rank falls ends alone, with an error; who was beside it goes on."""
+
+from gateway_desk import MS, Desk
+
+from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import RESTART_WINDOW_MS, RESTARTS_MAX
+from phalanx.protocol.messages import Final, Sampling, Submit
+from phalanx.services.gateway.entries import Fell, Op, Recovered
+from phalanx.services.gateway.streams import SUSPECT_FALLS
+from phalanx.services.gateway.suspects import FALLS_MAX
+
+
+def fells(desk: Desk, poison: str, limit: int = 50) -> list[set[str]]:
+    """One rank, which falls whenever the poison is there, before anybody has a new token; else everybody gets
+    one. Returns who was there at each fall, until nobody is placed any more."""
+    falls: list[set[str]] = []
+    there: dict[str, tuple[bytes, Submit]] = {}
+    counts: dict[str, int] = {}
+    for _ in range(limit):
+        desk.passes(1000)
+        there |= {submit.request_id: (seat, submit) for seat, submit in desk.submits()}
+        if poison in there:
+            falls.append(set(there))
+            there = {}
+            desk.scheduler(0, incarnation=len(falls) + 1)
+            continue
+        for name, (seat, submit) in there.items():
+            count = counts[name] = counts.get(name, len(submit.outputs) // 4) + 1
+            desk.produces(seat, submit, count - 1, 10, seq=count)
+    return falls
+
+
+def test_the_innocent_beside_a_poison_request_go_on_and_it_alone_is_given_up() -> None:
+    """Nobody has a token between the falls: only apart can anyone show that it is not the cause."""
+    desk = Desk(seats=1)
+    good = [desk.start(Sampling(max_tokens=200)) for _ in range(3)]
+    poison = desk.start(Sampling(max_tokens=200))
+    good += [desk.start(Sampling(max_tokens=200)) for _ in range(3)]
+    falls = fells(desk, poison)
+    assert falls[:SUSPECT_FALLS] == [{*good, poison}] * SUSPECT_FALLS
+    assert len(falls) == FALLS_MAX + 1 <= RESTARTS_MAX
+    desk.decodes()
+    finals = [message for message in desk.told() if isinstance(message, Final)]
+    assert [(f.request_id, f.finish_reason, f.code) for f in finals] == [
+        (poison, "error", Code.INTERNAL)
+    ]
+    assert f"fell {FALLS_MAX + 1} times" in finals[0].error
+
+
+def test_however_many_are_poison_a_worker_dies_no_more_often_than_the_supervisor_bears() -> None:
+    desk = Desk(seats=1, capacity=40)
+    poisons = {desk.start(Sampling(max_tokens=200)) for _ in range(5)}
+    good = desk.start(Sampling(max_tokens=200))
+    falls: list[int] = []
+    left = set(poisons)
+    for _ in range(6000):
+        desk.passes(100)
+        there = {submit.request_id: (seat, submit) for seat, submit in desk.submits()}
+        if left & there.keys():
+            falls.append(desk.now)
+            desk.scheduler(0, incarnation=len(falls) + 1)
+        elif good in there:
+            seat, submit = there[good]
+            desk.produces(seat, submit, len(submit.outputs) // 4, 10)
+        desk.decodes()
+        left -= {m.request_id for m in desk.told() if isinstance(m, Final)}
+    assert not left, "all are given up"
+    assert len(falls) == SUSPECT_FALLS + 5 * (FALLS_MAX + 1 - SUSPECT_FALLS)
+    window_ns = RESTART_WINDOW_MS * MS
+    most = max(sum(0 <= at - since < window_ns for at in falls) for since in falls)
+    assert most <= RESTARTS_MAX
+
+
+def test_how_often_a_request_fell_outlives_gateway_and_node() -> None:
+    desk = Desk(seats=1)
+    poison = desk.start(Sampling(max_tokens=40))
+    ops: list[Op] = []
+    for fall in range(FALLS_MAX - 1):
+        while not (there := desk.submits()):
+            desk.passes(1000)
+        if fall == 0:
+            desk.produces(*there[0], 0, 10, 11)  # then it falls over its third token
+        desk.clear()
+        desk.scheduler(0, incarnation=fall + 2)
+        ops += desk.ops
+    told = [op for op in ops if isinstance(op, Fell)]
+    assert [(op.falls, op.tokens) for op in told] == [(n, 2) for n in range(2, FALLS_MAX)]
+    entry = desk.core._requests[poison].entry
+    desk = Desk(Recovered(entry, falls=(told[-1],)), seats=1)
+    for fall in range(2):
+        while not (there := desk.submits()):
+            desk.passes(1000)
+        desk.produces(*there[0], 0, 10, 11)  # the same again: no new ones
+        desk.scheduler(0, incarnation=fall + 2)
+    desk.decodes()
+    (stream,) = desk.core._requests[poison].streams
+    assert stream.end is not None and stream.end.reason == "error"
