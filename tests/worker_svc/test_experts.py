@@ -179,6 +179,13 @@ def test_after_a_loss_and_a_join(board: Board) -> None:
             assert torch.equal(logits, alone(seat)), f"seat {seat} of {layout.seats}"
 
 
+def test_a_step_is_finished_though_a_rank_joins_meanwhile(board: Board) -> None:
+    """Nobody fell: the odd word ends no step, and what comes out is the same."""
+    board.set_epoch(EPOCH + 1, [], ends_steps=False)
+    for seat, logits in spread(board, placement(3)).items():
+        assert torch.equal(logits, alone(seat)), f"seat {seat}"
+
+
 def test_an_idle_rank_serves_its_experts(board: Board) -> None:
     logits = spread(board, placement(3), idle=2)
     assert torch.equal(logits[0], alone(0)) and torch.equal(logits[1], alone(1))
