@@ -18,6 +18,7 @@ from phalanx.protocol.limits import (
     RESTARTS_MAX,
     STALLED_MS,
     STARVED_MS_MAX,
+    STEP_END_MS,
     STOP_ACK_MS,
 )
 from phalanx.protocol.messages import (
@@ -139,8 +140,8 @@ class Checks:
         match action:
             case Spawn(name, incarnation):
                 self._spawn(name, incarnation)
-            case SetEpoch(epoch):
-                self._epoch(epoch)
+            case SetEpoch(epoch, _, ends_steps):
+                self._epoch(epoch, ends_steps)
             case Publish(topology):
                 self._publish(topology)
             case Kill(name, incarnation, number):
@@ -273,11 +274,14 @@ class Checks:
             self.require(gap_ms >= RESTART_DELAY_MS, f"{name} restarted after {gap_ms:.0f} ms")
         self.spawns[name] = [*recent, now_ns]
 
-    def _epoch(self, epoch: int) -> None:
-        self.require(epoch > self.host.word, f"the epoch went from {self.host.word} to {epoch}")
-        self.word_ns = self.host.now_ns
+    def _epoch(self, epoch: int, ends_steps: bool) -> None:
+        host = self.host
+        self.require(epoch > host.word, f"the epoch went from {host.word} to {epoch}")
+        waited_ms, self.word_ns = (host.now_ns - self.word_ns) / _MS, host.now_ns
         if epoch % 2 == 1:
-            reason = self.worker_changes > 0 or bool(self.open)
+            self.require(ends_steps or host.word % 2 == 0, f"epoch {epoch} spares steps that ended")
+            slow = host.word % 2 == 1 and not host.ends_steps and waited_ms >= STEP_END_MS
+            reason = self.worker_changes > 0 or bool(self.open) or slow
             self.require(reason, f"epoch {epoch} without a change of membership")
             # Deaths that the core has not heard of yet are reasons still to come.
             self.worker_changes = sum(map(self._unheard, self.host.children.values()))
