@@ -8,11 +8,14 @@ Plain mmap, not multiprocessing.shared_memory: its tracker unlinks segments that
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import math
 import mmap
 import os
+import re
 import struct
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +36,8 @@ _MAGIC = struct.Struct("<I")
 _GENERATIONS_AT = 128
 GENERATIONS_MAX = (HEADER_BYTES - _GENERATIONS_AT) // 4
 KEEP_FREE_BYTES = 16 << 20  # for arenas without which a rank that lives could not go on
+_TO_OWNER = re.compile(r"/proc/\d+/fd/\d+")
+_owned: "weakref.WeakSet[Arena]" = weakref.WeakSet()  # of this process
 _IN_USE = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
 
@@ -99,7 +104,7 @@ class Arena:
         if total + keep_free > free:
             raise _no_room(name, total, free, keep_free)
         path = SHM / name
-        if path.exists() and not _remove_if_abandoned(path):
+        if os.path.lexists(path) and not _remove_if_abandoned(path):
             raise ArenaError(_taken(path))
         # It gets its name when it is whole: whoever dies before leaves nothing, not even the memory.
         fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -118,7 +123,9 @@ class Arena:
             mapping.close()
             os.close(fd)
             raise ArenaError(_taken(path)) from error
-        return cls(name, fd, mapping, owned=True)
+        made = cls(name, fd, mapping, owned=True)
+        _owned.add(made)
+        return made
 
     @classmethod
     def attach(cls, name: str, *, writes: bool = False) -> "Arena":
@@ -182,8 +189,26 @@ class Arena:
     def rename(self, name: str) -> None:
         """Owner only: whoever attaches from now on asks for the new name."""
         assert self.owned, "only the owner of an arena names it"
-        os.rename(SHM / self.name, SHM / name)
-        self.name = name
+        before, self.name = SHM / self.name, name
+        try:
+            os.rename(before, SHM / name)
+        except FileNotFoundError:
+            self.restore_name()
+
+    def restore_name(self) -> bool:
+        """Owner only: give it a name again when somebody has removed that. Returns whether that was so; raises
+        OSError when it cannot be done.
+
+        A file without any name gets none again (the kernel refuses), but a link that leads to our descriptor
+        serves: whoever attaches by the name follows it.
+        """
+        path = SHM / self.name
+        if _is_at(self._fd, path):
+            return False
+        if os.path.lexists(path):
+            path.unlink()  # of somebody who is gone, or a link to a descriptor that is
+        path.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
+        return True
 
     def generation(self, region: int) -> int:
         return self._generations[region]
@@ -233,6 +258,7 @@ class Arena:
     def close(self) -> None:
         """Unmap; the owner also removes the name. Views handed out keep the mapping alive."""
         if self.owned:
+            _owned.discard(self)
             (SHM / self.name).unlink(missing_ok=True)
         if self._writes:
             _lock_use(self._fd, fcntl.F_UNLCK)  # a view that is still there keeps the file open
@@ -256,6 +282,23 @@ class Arena:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def restore_names() -> list[tuple[str, str]]:
+    """Give the arenas that this process owns their names again, if somebody has removed them: a cleaner, or
+    systemd-logind at the end of a user's last session.
+
+    Returns:
+        (name, empty, or why it could not be done) of each whose name was gone.
+    """
+    gone: list[tuple[str, str]] = []
+    for owned in sorted(_owned, key=lambda arena: arena.name):
+        try:
+            if owned.restore_name():
+                gone.append((owned.name, ""))
+        except OSError as error:
+            gone.append((owned.name, str(error)))
+    return gone
 
 
 def _lock_use(fd: int, kind: int) -> None:
@@ -283,8 +326,8 @@ def _remove_if_abandoned(path: Path) -> bool:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return True
-    except OSError:  # of another user, or no file at all: anybody may put anything here
-        return False
+    except OSError as error:  # of another user, or no file at all: anybody may put anything here
+        return error.errno == errno.ELOOP and _remove_if_it_leads_nowhere(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
@@ -294,6 +337,23 @@ def _remove_if_abandoned(path: Path) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _remove_if_it_leads_nowhere(path: Path) -> bool:
+    """The same for a name that was restored: it led to a descriptor of its owner."""
+    if not _is_ours(path) or not _TO_OWNER.fullmatch(os.readlink(path)):
+        return False
+    with contextlib.suppress(OSError):
+        if path.stat().st_dev == SHM.stat().st_dev:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            finally:
+                os.close(fd)
+    path.unlink(missing_ok=True)
+    return True
 
 
 def sweep(node: str, keep: frozenset[str] = frozenset()) -> list[str]:

@@ -20,7 +20,7 @@ import click
 import msgspec
 import zmq
 
-from phalanx.protocol import faults, link
+from phalanx.protocol import arena, faults, link
 from phalanx.protocol.board import Board, ProcessPhase, ProcessRow
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import NodeConfig, load_config
@@ -69,6 +69,10 @@ class Service:
             self._files_ns = now_ns + _FILES_NS
             for path, error in link.bind_anew():
                 self.log.warning("socket was deleted", path=str(path), error=error or "bound anew")
+            for name, error in arena.restore_names():
+                self.log.warning(
+                    "shared memory lost its name", name=name, error=error or "restored"
+                )
         if link.damaged != self._damaged:
             self.log.warning("damaged messages dropped", count=link.damaged - self._damaged)
             self._damaged = link.damaged

@@ -236,6 +236,7 @@ class Node:
                         self._handle_events()  # what these did is on the board when its words are read
                         self._events.append(self._watch.placements(self._core.group.members))
                     observed_ns = now_ns
+                    self._look_at_names()
                     self._look_at_files()
                     self._look_at_standbys(now_ns)
                     if self._weights is not None:
@@ -249,6 +250,11 @@ class Node:
             return self._end(self._finished)
         finally:
             restore()
+
+    def _look_at_names(self) -> None:
+        """Who starts finds the board by its name. It is looked at like the others' arenas by their owners."""
+        for name, error in arena.restore_names():
+            self._log.warning("shared memory lost its name", name=name, error=error or "restored")
 
     def _look_at_files(self) -> None:
         """Somebody may tidy the directory of the sockets. Whoever owns one binds it anew; so do we."""

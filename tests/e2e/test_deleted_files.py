@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from e2e.node import Node, wait_for
+from phalanx.protocol import arena
+from phalanx.protocol.config import node_name
 from phalanx.protocol.messages import Sampling
 from phalanx.protocol.rundir import (
     HTTP_FILE,
@@ -66,6 +68,24 @@ def test_deleted_sockets_come_back_and_no_stream_notices(quick: Node) -> None:
         quick.inject("kill", process)
     quick.wait_healthy()
     assert quick.run(SPECS) == before
+
+
+def test_a_node_whose_shared_memory_lost_all_its_names_heals_and_ends_well(quick: Node) -> None:
+    """systemd-logind does so when a user's last session ends (RemoveIPC): who starts finds nothing by name."""
+    before = quick.run(SPECS)
+    taken = arena.names(node_name(quick.run_dir))
+
+    def tidy() -> None:
+        for name in taken:
+            (arena.SHM / name).unlink()
+
+    assert len(taken) > 4 and quick.run(SPECS, tidy) == before
+    wait_for(lambda: set(taken) <= set(arena.names(node_name(quick.run_dir))), 10, "names")
+    for process in ("worker-1", "scheduler-0", "gateway"):
+        quick.inject("kill", process)
+    quick.wait_healthy()
+    assert quick.run(SPECS) == before
+    assert all(p.restarts < 5 for p in quick.look().processes), "each came up at once"
 
 
 def test_a_deleted_lock_comes_back(quick: Node) -> None:

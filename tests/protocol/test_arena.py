@@ -162,6 +162,43 @@ def test_an_arena_under_another_name_is_not_found_by_the_old_one(node: str) -> N
     assert arenas.names(node) == []
 
 
+def test_a_name_that_somebody_removed_leads_to_its_arena_again(node: str) -> None:
+    with Arena.create(arena_name(node, "kv", 1), 4096) as owner:
+        assert arenas.restore_names() == []
+        for _ in range(2):  # and the name that was restored may go, too
+            (arenas.SHM / owner.name).unlink()
+            assert arenas.restore_names() == [(owner.name, "")] and arenas.restore_names() == []
+            with Arena.attach(owner.name, writes=True) as other:
+                other.data[0] = 7
+                assert owner.data[0] == 7 and owner.written_by_others()
+                owner.data[0] = 0
+            assert sweep(node) == [], "its owner lives"
+            with pytest.raises(ArenaError, match="belongs to a live process"):
+                Arena.create(owner.name, 4096)
+        second = arena_name(node, "kv", 2)
+        owner.rename(second)
+        (arenas.SHM / second).unlink()
+        owner.rename(second)
+        Arena.attach(second).close()
+    assert arenas.names(node) == [] and arenas.restore_names() == []
+
+
+def test_a_restored_name_goes_when_its_owner_is_gone(node: str) -> None:
+    name = arena_name(node, "kv", 1)
+    child = subprocess.Popen(["sleep", "60"])
+    (arenas.SHM / name).symlink_to(f"/proc/{child.pid}/fd/77")
+    assert sweep(node) == [name], "of a process that took its number"
+    (arenas.SHM / name).symlink_to(f"/proc/{child.pid}/fd/1")
+    kill(child)
+    with Arena.create(name, 4096):
+        (arenas.SHM / name).unlink()
+        (arenas.SHM / name).symlink_to(f"/proc/{child.pid}/fd/1")
+        assert arenas.restore_names() == [(name, "")]
+        Arena.attach(name).close()
+    (arenas.SHM / name).symlink_to("/proc/1/../1/fd/1")
+    assert sweep(node) == [], "this is none of ours"
+
+
 def test_too_little_room_is_told_with_numbers(node: str) -> None:
     stat = os.statvfs(arenas.SHM)
     free = stat.f_bavail * stat.f_frsize
