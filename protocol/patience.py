@@ -26,16 +26,26 @@ class Patience:
     _waited_ns: int = UNKNOWN
     _first_ns: int = 0  # when it was inspected first
     _last_ns: int = 0
+    _stopped_ns: int = 0  # when it was first seen in the state T that it is in
     _slept_ns: int = 0  # between looks that began in state D
     _asleep_ns: int = 0  # of the sleep in state D that it is in
 
     def inspected(self, state: str, waited_ns: int, asleep_ns: int, now_ns: int) -> None:
+        if state == "T" and self.state != "T":
+            self._stopped_ns = now_ns
         if self._waited_first_ns == UNKNOWN:
             self._waited_first_ns, self._first_ns = waited_ns, now_ns
         elif self.state == "D":
             self._slept_ns += now_ns - self._last_ns
         self.state, self._waited_ns, self._last_ns = state, waited_ns, now_ns
         self._asleep_ns = asleep_ns
+
+    def skip(self, gap_ns: int) -> None:
+        """Time that does not count."""
+        self.since_ns += gap_ns
+        self._first_ns += gap_ns
+        self._last_ns += gap_ns
+        self._stopped_ns += gap_ns
 
     def silent_ms(self, now_ns: int) -> float:
         return (now_ns - self.since_ns) / _MS
@@ -53,8 +63,10 @@ class Patience:
         silent_ms = self.silent_ms(now_ns)
         if (
             self.state == "T"
-        ):  # stopped by a signal: nothing will come, even from one that still loads
-            return silent_ms > min(limit_ms, HANG_MS)
+        ):  # stopped by a signal: nothing will come, even from one that still loads, and may be silent
+            loads = limit_ms > HANG_MS
+            stopped_ms = (now_ns - self._stopped_ns) / _MS if loads else silent_ms
+            return stopped_ms > min(limit_ms, HANG_MS)
         if silent_ms > max(limit_ms, cap_ms):
             return True
         if self.state == "D":  # in the kernel, waiting for a disk

@@ -68,6 +68,7 @@ from phalanx.supervisor.restart import RestartPolicy
 _MS = 1_000_000
 # Healthy processes beat far more often; one that is silent for this long is looked at.
 _INSPECT_AFTER_MS = HANG_MS // 3
+_GAP_COUNTS_MS = 100  # of a time in which we did not run: as much as between two looks
 
 
 class NodeStage(Enum):
@@ -118,7 +119,7 @@ class SupervisorCore:
         """Everything that time alone makes happen. Call it at least every 100 ms."""
         self.started_ns = self.started_ns or now_ns
         if now_ns - self._ticked_ns > _INSPECT_AFTER_MS * _MS:
-            self._forgive(now_ns)
+            self._forgive(now_ns - self._ticked_ns - _GAP_COUNTS_MS * _MS)
         self._ticked_ns = now_ns
         actions: list[Action] = []
         if self.stage in (NodeStage.RUNNING, NodeStage.DRAINING):
@@ -144,14 +145,17 @@ class SupervisorCore:
             if text and now_ns - heard_ns > TROUBLE_MS * _MS:
                 process.trouble = "", now_ns
 
-    def _forgive(self, now_ns: int) -> None:
+    def _forgive(self, gap_ns: int) -> None:
         """We ourselves did not run for a while (a paused container, a loaded machine): what looks like
-        the children's silence is perhaps our own, so it starts to count only now."""
+        the children's silence is perhaps our own, so that time does not count. What they were silent before
+        does: one that is often late finds a hung process all the same."""
         for process in self.processes.values():
-            process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
-            process.awaited_ns = 0
-        for seat in self.group.waiting:
-            self.group.waiting[seat] = Patience(now_ns)
+            process.life.skip(gap_ns)
+            process.progress_ns += gap_ns
+            if process.awaited_ns:
+                process.awaited_ns += gap_ns
+        for patience in self.group.waiting.values():
+            patience.skip(gap_ns)
 
     @property
     def awaits_acks(self) -> bool:

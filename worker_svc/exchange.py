@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.protocol.arena import KEEP_FREE_BYTES, Arena, arena_name
-from phalanx.protocol.errors import NoRoom
+from phalanx.protocol.errors import ArenaError, NoRoom
 from phalanx.protocol.failpoints import failpoint
 from phalanx.worker_svc.group import Group
 
@@ -195,13 +195,20 @@ class Exchange:
             self._inboxes = {peer: self._inbox(own, peer) for peer in self.peers}
 
     def connect(self, group: Group, incarnations: dict[int, int]) -> None:
-        """Map every peer's region. `incarnations` gives each member's worker incarnation."""
+        """Map every peer's region. `incarnations` gives each member's worker incarnation.
+
+        Raises ArenaError when one cannot be mapped: then none is, and this may be tried again.
+        """
         self._group = group
-        for peer in self.peers:
-            name = self._region.peer_name(peer, incarnations[peer], self._epoch)
-            theirs = Arena.attach(name, writes=True)
-            self._theirs.append(theirs)
-            self._outboxes[peer] = self._inbox(theirs, self._seat)
+        try:
+            for peer in self.peers:
+                name = self._region.peer_name(peer, incarnations[peer], self._epoch)
+                theirs = Arena.attach(name, writes=True)
+                self._theirs.append(theirs)
+                self._outboxes[peer] = self._inbox(theirs, self._seat)
+        except ArenaError:
+            self._disconnect()
+            raise
 
     def _inbox(self, arena: Arena, source: int) -> Inbox:
         return Inbox(source_part(arena, self._members.index(source), self.shape), self.shape)
@@ -264,6 +271,9 @@ class Exchange:
     def close(self) -> None:
         """Let go of the buffers. Our own memory is the region's, for the next epoch."""
         self._inboxes.clear()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         self._outboxes.clear()
         for arena in self._theirs:
             arena.close()

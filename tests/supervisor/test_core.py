@@ -509,7 +509,10 @@ def test_health_names_a_silent_worker_within_a_second(state: str) -> None:
 def test_a_stopped_process_is_hung_even_while_it_loads() -> None:
     story = Story()
     story.silent.add("worker-1")
-    story.wait(600).feed(Inspected("worker-1", 1, "T", 0)).wait(HANG_MS - 500)
+    story.wait(20_000).feed(Inspected("worker-1", 1, "S", 0)).wait(100)
+    story.feed(Inspected("worker-1", 1, "T", 0)).wait(HANG_MS - 100)
+    assert not hung(story, "worker-1"), "its silence before was that of a load"
+    story.feed(Inspected("worker-1", 1, "T", 0)).wait(200)
     assert hung(story, "worker-1")
 
 
@@ -636,15 +639,55 @@ def test_busy_for_ever_without_progress_is_a_hang() -> None:
     assert story.core.processes["worker-1"].detail.startswith("stuck: busy without progress")
 
 
-def test_our_own_pause_is_not_their_silence() -> None:
-    """A paused container: every beat is old when it goes on."""
-    story = running()
+@pytest.mark.parametrize("loads", [False, True])
+def test_our_own_pause_is_not_their_silence(loads: bool) -> None:
+    """A paused container: every beat is old when it goes on, and some go on a little later."""
+    story = Story() if loads else running()
+    if loads:
+        story.silent = set(story.core.processes)
+        story.wait(20_000)
     story.now_ns += 60_000 * MS
     story.actions += story.core.tick(story.now_ns)
-    for name in story.core.processes:
-        story.feed(Inspected(name, 1, "S", 0))
+    for state in "TS":
+        for name in story.core.processes:
+            story.feed(Inspected(name, 1, state, 0))
+        story.wait(100)
     story.wait(5000)
     assert not any(hung(story, name) for name in story.core.processes)
+
+
+def tick_late(story: Story) -> None:
+    """We get a CPU only now and then; whoever is not silent beats."""
+    story.now_ns += 700 * MS
+    for name, process in story.core.processes.items():
+        if process.alive and name not in story.silent:
+            phase = ProcessPhase.READY
+            story.feed(Observed(name, process.incarnation, story.now_ns, 0, phase))
+    story.actions += story.core.tick(story.now_ns)
+
+
+def test_a_supervisor_that_is_always_late_finds_a_hung_process_all_the_same() -> None:
+    story = running()
+    story.silent.add("worker-1")
+    for _ in range(HANG_MS // 100):
+        assert not hung(story, "worker-1")
+        tick_late(story)
+        for look in story.take(Inspect):
+            state = "T" if look.name == "worker-1" else "S"
+            story.feed(Inspected(look.name, look.incarnation, state, 0))
+    tick_late(story)
+    assert [name for name in story.core.processes if hung(story, name)] == ["worker-1"]
+
+
+def test_a_supervisor_that_is_always_late_waits_for_no_answer_for_ever() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0,))
+    story.silent.add("worker-2")
+    for _ in range(50):
+        tick_late(story)
+        for look in story.take(Inspect):
+            story.feed(Inspected(look.name, look.incarnation, "S", 0))
+    assert hung(story, "worker-2")
 
 
 # ---------------------------------------------------------------- health

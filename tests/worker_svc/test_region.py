@@ -1,5 +1,6 @@
 """What a rank receives into when /dev/shm is full: the memory it has, once nobody else stores there."""
 
+import os
 import uuid
 from collections.abc import Iterator
 
@@ -8,9 +9,11 @@ import torch
 
 from phalanx.protocol import arena as arenas
 from phalanx.protocol.arena import Arena
+from phalanx.protocol.board import Board
 from phalanx.protocol.errors import ArenaError, NoRoom
 from phalanx.worker_svc import exchange
-from phalanx.worker_svc.exchange import Inbox, Region, Shape, source_part
+from phalanx.worker_svc.exchange import Exchange, Inbox, Region, Shape, source_part
+from phalanx.worker_svc.group import Group
 
 SHAPE = Shape(4, 8)
 
@@ -72,6 +75,27 @@ def test_without_room_the_old_memory_serves_again_and_tells_no_old_tale(
         Arena.attach(held.name(2), writes=True)
     del peer
     held.close()
+
+
+def test_who_cannot_reach_a_peer_holds_no_other(node: str) -> None:
+    """It tries again until the peer's STOP comes: each time one more file of those that are there, were they
+    kept. And a peer that lives may have its memory back."""
+    board = Board.create(node)
+    held = [Region(node, seat, 1, 3, SHAPE, newcomer=False) for seat in range(2)]  # seat 2 fell
+    own, peers = (region.enter(2, 3, Turns(1)) for region in held)
+    assert own is not None and peers is not None
+    exchange = Exchange(held[0], 2, [0, 1, 2], own)
+    group = Group(board, 0, [0, 1, 2], 2, lambda: None)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ArenaError, match="cannot attach"):
+            exchange.connect(group, {0: 1, 1: 1, 2: 1})
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert not peers.written_by_others()
+    exchange.close()
+    for region in held:
+        region.close()
+    board.close()
 
 
 def test_it_waits_for_whoever_may_still_store_there(
