@@ -1,22 +1,31 @@
 """Sleep on a 32-bit word of shared memory until another process changes it (Linux futex).
 
 A round trip costs about 10 us, against 50 to 150 us for a ZeroMQ hop, so the step loop uses this.
-Words are aligned and written whole; x86-64 and AArch64 both make such stores atomic.
+Words are aligned and written whole. Whoever shares memory here stores data, then the word that tells of it, and
+reads them the other way round, without barriers: x86-64 keeps both orders, other processors do not. So this is
+for x86-64 alone.
 """
 
 import ctypes
 import errno
 import platform
 
+from phalanx.protocol.errors import ConfigError
+
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _ALL = 0x7FFFFFFF
-_SYSCALLS = {"x86_64": 202, "aarch64": 98}
-try:
-    _SYS_FUTEX = _SYSCALLS[platform.machine()]
-except KeyError as unknown:
-    raise ImportError(f"no futex system call number known for {platform.machine()}") from unknown
-
+PROCESSOR = "x86_64"
+_SYS_FUTEX = 202  # its number there
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check_processor() -> None:
+    """Raises ConfigError where shared memory does not work as everything here relies on."""
+    if (machine := platform.machine()) != PROCESSOR:
+        raise ConfigError(
+            f"this is a {machine} processor, and Phalanx runs on {PROCESSOR} alone: what one process stores"
+            " elsewhere may be seen by another in a different order"
+        )
 
 
 class _TimeSpec(ctypes.Structure):
@@ -27,6 +36,8 @@ class Word:
     """One aligned uint32 in a shared mapping. The mapping must outlive it."""
 
     def __init__(self, buffer: memoryview, offset: int) -> None:
+        """Raises ConfigError on another processor."""
+        check_processor()
         assert offset % 4 == 0
         self._value = ctypes.c_uint32.from_buffer(buffer, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._value))

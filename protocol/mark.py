@@ -7,7 +7,7 @@ A death pipe closes after that, when all memory is gone: tens of milliseconds la
 import ctypes
 import threading
 
-MARK_BYTES = 64  # room for a pthread_mutex_t: 40 bytes on x86-64, 48 on AArch64
+MARK_BYTES = 64  # room for a pthread_mutex_t: it takes 40 bytes
 _OWNER_DIED = 0x40000000
 _HOLDER = 0x3FFFFFFF  # the thread id of who holds it
 _PTHREAD_PROCESS_SHARED = _PTHREAD_MUTEX_ROBUST = 1

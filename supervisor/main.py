@@ -22,6 +22,7 @@ from phalanx.protocol.config import CONFIG_FILE, NodeConfig
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultRow, FaultTable
+from phalanx.protocol.futex import check_processor
 from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import follow_epoch, setup_logging
@@ -129,6 +130,7 @@ def run_processes(
     keep_weights: bool = False,
 ) -> ExitCode:
     """`run_node` for any table of processes."""
+    check_processor()
     run_dir = rundir.prepare(config.run_path)
     lock = NodeLock(run_dir, lambda text: on_event(Tell("waiting", text=f"for {text}")))
     rundir.forget_plans(run_dir)

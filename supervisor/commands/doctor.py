@@ -14,6 +14,7 @@ from rich.table import Table
 
 from phalanx.protocol.arena import SHM
 from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.futex import PROCESSOR
 from phalanx.protocol.rundir import is_running, prepare
 from phalanx.supervisor.ask import find_run_dir
 from phalanx.supervisor.commands.common import (
@@ -67,6 +68,12 @@ def _system(run_dir: Path) -> list[dict[str, object]]:
             f"{platform.system()} {platform.release()}",
             sys.platform == "linux",
             "Linux only",
+        ),
+        _check(
+            "processor",
+            platform.machine(),
+            platform.machine() == PROCESSOR,
+            f"{PROCESSOR} only: others may show one process another's stores out of order",
         ),
         _check("cores", os.cpu_count()),
         _check(
