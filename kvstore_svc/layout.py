@@ -30,7 +30,6 @@ from phalanx.protocol.kvkeys import KEY_BYTES
 PAGE = 4096
 VERSION = 1
 HEADER_BYTES = 128
-PAYLOAD_BYTES_MAX = 64 << 20
 STORE_ID_BYTES = 16
 
 Buffer = bytes | bytearray | memoryview

@@ -166,9 +166,6 @@ class Link:
         encoded = self._plans.read()
         return None if encoded is None else _plan_decoder.decode(encoded)
 
-    def has_plan(self) -> bool:
-        return not self._plans.empty()
-
     def send_result(self, result: ToScheduler) -> None:
         self._results.write(_encoder.encode(result))
 

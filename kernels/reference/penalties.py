@@ -34,19 +34,6 @@ def edit_logits(
     return edits.current
 
 
-def unpack_bitmask(words: torch.Tensor, vocab: int) -> torch.Tensor:
-    """A packed grammar mask as booleans: bit b of word w stands for token 32 * w + b.
-
-    Args:
-        words: int32 [n, ceil(vocab / 32)].
-
-    Returns:
-        bool [n, vocab].
-    """
-    bits = torch.arange(32, dtype=torch.int32, device=words.device)
-    return ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, :vocab]
-
-
 class _LazyCopy:
     """The logits, copied at the first edit: most steps edit nothing."""
 

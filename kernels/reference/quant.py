@@ -135,11 +135,6 @@ def e2m1_encode(x: Tensor) -> Tensor:
     return code
 
 
-def e2m1_decode(code: Tensor) -> Tensor:
-    """e2m1 codes (integers in 0..15) -> float32, same shape."""
-    return _E2M1.to(code.device)[code.to(torch.int32)]
-
-
 def pack_nibbles(codes: Tensor) -> Tensor:
     """e2m1 codes uint8 [..., K] -> bytes uint8 [..., K/2]; even columns in the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)

@@ -46,10 +46,6 @@ class Delivery:
     def idle(self) -> bool:
         return not self._clients
 
-    def pending_of(self, identity: bytes) -> int:
-        client = self._clients.get(identity)
-        return len(client.replies) if client is not None else 0
-
     def next_ns(self) -> int | None:
         """When a client that did not take something is offered it again; None: no such client."""
         return min((client.again_ns for client in self._clients.values()), default=None)

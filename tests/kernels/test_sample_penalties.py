@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.kernels.reference.penalties import edit_logits, unpack_bitmask
+from phalanx.kernels.reference.penalties import edit_logits
 from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
 
 VOCAB = 11
@@ -118,13 +118,3 @@ def test_outputs_may_be_counted_without_being_listed() -> None:
     rows = [RowParams(num_outputs=n, min_tokens=2) for n in range(4)]
     edited = edit_logits(torch.zeros(4, VOCAB), SamplingRows.of(rows, eos_id=EOS), None)
     assert (edited[:, EOS] == -INF).tolist() == [True, True, False, False]
-
-
-@given(st.integers(1, 100), st.integers(0, 2**32 - 1))
-def test_bitmask_unpacks_bit_by_bit(vocab: int, data_seed: int) -> None:
-    words = np.random.default_rng(data_seed).integers(
-        -(2**31), 2**31, (3, -(-vocab // 32)), dtype=np.int32
-    )
-    got = unpack_bitmask(torch.from_numpy(words), vocab)
-    want = [[bool(int(row[t // 32]) >> (t % 32) & 1) for t in range(vocab)] for row in words]
-    assert got.tolist() == want

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from gateway_desk import CLIENT, MS, Desk
+from gateway_desk import MS, Desk
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import (
@@ -256,4 +256,4 @@ def test_replays_are_bounded_refused_when_hopeless_and_ended_at_shutdown() -> No
     desk.turn()
     told = desk.told()
     assert len(told) == RUNS_MAX - 1 and {type(m) for m in told} == {Error}
-    assert desk.core.idle and desk.core._delivery.pending_of(CLIENT) == 0
+    assert desk.core.idle and desk.core._delivery.idle
