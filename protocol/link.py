@@ -9,7 +9,7 @@ flipped bits change no token. Our own programs all do this; a client need not.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from zlib import crc32
 
@@ -46,20 +46,30 @@ def bind_router(endpoint: str, max_message_bytes: int) -> "zmq.Socket[bytes]":
     return socket
 
 
-def bind_anew() -> list[tuple[Path, str]]:
-    """Bind those sockets of this process again whose file somebody has deleted, so that new peers find
-    them. Who is connected stays so.
+def binds() -> bool:
+    """Whether this process binds a socket at a path."""
+    return bool(_bound)
+
+
+def unbound() -> list[str]:
+    """Endpoints of those sockets of this process whose file somebody has deleted. May be asked in another
+    thread: the disk may hang."""
+    endpoints = [endpoint for socket, endpoint in list(_bound) if not socket.closed]
+    return [endpoint for endpoint in endpoints if not os.path.exists(endpoint.removeprefix(_IPC))]
+
+
+def bind_anew(endpoints: Collection[str]) -> list[tuple[Path, str]]:
+    """Bind those again, so that new peers find them. Who is connected stays so.
 
     Returns:
-        (path, empty, or why it could not be bound) of each that was gone.
+        (path, empty, or why it could not be bound) of each.
     """
     gone: list[tuple[Path, str]] = []
     _bound[:] = [entry for entry in _bound if not entry[0].closed]
     for socket, endpoint in _bound:
-        name = endpoint.removeprefix(_IPC)
-        if os.path.exists(name):
+        if endpoint not in endpoints:
             continue
-        path = Path(name)
+        path = Path(endpoint.removeprefix(_IPC))
         try:
             socket.bind(endpoint)
             gone.append((path, ""))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,13 +21,14 @@ import msgspec
 import zmq
 
 from phalanx.protocol import arena, faults, link
+from phalanx.protocol.background import Background
 from phalanx.protocol.board import Board, ProcessPhase, ProcessRow
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import NodeConfig, load_config
 from phalanx.protocol.errors import ConfigError, DecodeError, ExitCode, NoRoom
 from phalanx.protocol.limits import BEAT_PERIOD_MS, COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
-from phalanx.protocol.log import Logger, follow_epoch, setup_logging
+from phalanx.protocol.log import LOG_END_S, Logger, flush_log, follow_epoch, setup_logging
 from phalanx.protocol.messages import FromSupervisor, Progress, Ready
 from phalanx.protocol.rundir import LOG_DIR, SUPERVISOR_SOCKET, endpoint, open_output
 
@@ -55,6 +56,7 @@ class Service:
     _say_again_ns: int = 0
     _damaged: int = 0  # frames with a broken seal that were told of
     _files_ns: int = 0  # when to look at our sockets' files
+    _looks: Background[list[str]] = field(default_factory=lambda: Background("files"))
 
     @property
     def run_dir(self) -> Path:
@@ -67,8 +69,10 @@ class Service:
             self._say_ready(now_ns)
         if now_ns >= self._files_ns:
             self._files_ns = now_ns + _FILES_NS
-            for path, error in link.bind_anew():
-                self.log.warning("socket was deleted", path=str(path), error=error or "bound anew")
+            for gone in self._looks.ask(link.unbound) if link.binds() else ():
+                for path, error in link.bind_anew(gone):
+                    error = error or "bound anew"
+                    self.log.warning("socket was deleted", path=str(path), error=error)
             for name, error in arena.restore_names():
                 self.log.warning(
                     "shared memory lost its name", name=name, error=error or "restored"
@@ -246,6 +250,7 @@ def run(
             os._exit(ExitCode.INTERNAL)  # no cleanup: shared state may be what is broken
         service.close()
         log.info("stopped")
+        flush_log(LOG_END_S)
         os._exit(ExitCode.OK)  # everything is closed; unloading libraries would only cost time
 
     command()

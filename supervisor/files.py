@@ -2,9 +2,12 @@
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.protocol import link
+from phalanx.protocol.config import CONFIG_FILE
 from phalanx.protocol.rundir import (
     BUS_SOCKET,
     CLIENT_SOCKET,
@@ -16,7 +19,9 @@ from phalanx.protocol.rundir import (
     SUPERVISOR_SOCKET,
     write_whole,
 )
+from phalanx.supervisor.lock import NodeLock
 
+CONFIG_GONE = "the node's configuration was deleted or changed"
 _FRESH_NS = 1_000_000_000
 _KEPT = (PID_FILE, HTTP_FILE)  # small, and read later: by a second start, by the next HTTP server
 _OWNERS = {
@@ -27,6 +32,15 @@ _OWNERS = {
     EPLB_SOCKET: "eplb",
     SUPERVISOR_SOCKET: "supervisor",
 }
+
+
+@dataclass(frozen=True)
+class Tended:
+    """What a look at the run directory came to."""
+
+    missing: tuple[str, ...] = ()  # for people
+    unbound: tuple[str, ...] = ()  # endpoints of our sockets that were deleted
+    told: tuple[tuple[str, str], ...] = ()  # (what was deleted, what became of it)
 
 
 class Files:
@@ -47,6 +61,34 @@ class Files:
         before, self._mtime_ns = self._mtime_ns, mtime_ns
         # The clock of files is coarse: two changes in a row may leave one time.
         return mtime_ns != before or time.time_ns() - mtime_ns < _FRESH_NS
+
+    def tend(
+        self,
+        lock: NodeLock,
+        keep_config: Callable[[], str],
+        ready: Collection[str],
+        missing: tuple[str, ...],
+    ) -> Tended:
+        """Make anew what somebody deleted, as far as that is ours alone, and look at the rest.
+
+        Args:
+            keep_config: writes the configuration; returns what came of it.
+            ready: see `missing`.
+            missing: what was, when this was asked last.
+        """
+        if not (self.changed() or missing):
+            return Tended()
+        told: list[tuple[str, str]] = []
+        try:
+            if lock.restore():
+                told.append(("the node's lock was deleted", "made anew"))
+            if not (self._run_dir / CONFIG_FILE).exists() and (kept := keep_config()):
+                told.append((CONFIG_GONE, kept))
+            if names := self.bring_back():
+                told.append((f"files were deleted: {', '.join(names)}", "written anew"))
+        except OSError:
+            pass  # the directory is gone: that is told below
+        return Tended(self.missing(ready), tuple(link.unbound()), tuple(told))
 
     def bring_back(self) -> list[str]:
         """Write the small files anew that somebody deleted. Returns their names. Raises OSError when one

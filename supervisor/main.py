@@ -10,15 +10,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import msgspec
 
 from phalanx.protocol import arena, faults, link, rundir
+from phalanx.protocol.background import Background, within
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
-from phalanx.protocol.config import CONFIG_FILE, NodeConfig
+from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultRow, FaultTable
@@ -76,7 +78,7 @@ from phalanx.supervisor.events import (
     Tell,
     Troubled,
 )
-from phalanx.supervisor.files import Files
+from phalanx.supervisor.files import CONFIG_GONE, Files, Tended
 from phalanx.supervisor.group import Placements
 from phalanx.supervisor.inject import SUPERVISOR, Injector, SetFaults
 from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
@@ -98,6 +100,8 @@ _WARNINGS = frozenset(
     {"lost", "ended", "unhealthy", "stop", "failed", "change failed", "rebalance withdrawn"}
 )
 _DRAIN_S_MAX = 86_400.0
+_WORDS_S = 0.2  # for reading what a process said last: the disk may hang
+_TEND_S = 1.0  # for a look at the files that is under way when the node ends
 
 
 def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> ExitCode:
@@ -193,6 +197,7 @@ class Node:
         self._core = SupervisorCore(table, placements)
         self._lock, self._files = lock, Files(self._run_dir)
         self._files_missing: tuple[str, ...] = ()
+        self._tender = Background[Tended]("files")
         self._spawner = Spawner(self._run_dir, lock.children_fd)
         endpoint = rundir.endpoint(self._run_dir, rundir.SUPERVISOR_SOCKET)
         self._watch = Watch(endpoint, self._board, MESSAGE_BYTES_MAX)
@@ -260,34 +265,30 @@ class Node:
 
     def _look_at_files(self) -> None:
         """Somebody may tidy the directory of the sockets. Whoever owns one binds it anew; so do we."""
-        if not (self._core.serving and (self._files.changed() or self._files_missing)):
+        if not self._core.serving:
             return
-        for path, error in link.bind_anew():
-            self._log.warning("socket was deleted", path=str(path), error=error or "bound anew")
-        try:
-            if self._lock.restore():
-                self._log.warning("the node's lock was deleted", error="made anew")
-            if not (self._run_dir / CONFIG_FILE).exists():
-                self._keep_config()
-            if names := self._files.bring_back():
-                self._log.warning("files were deleted", names=names, error="written anew")
-        except OSError:
-            pass  # the directory is gone: that is told below
-        missing = self._files.missing(self._core.ready_names())
-        if missing != self._files_missing:
-            self._files_missing = missing
-            self._events.append(FilesMissing(missing))
+        ready, missing = self._core.ready_names(), self._files_missing
+        # Beside the loop, which a disk that hangs must not stop.
+        look = partial(self._files.tend, self._lock, self._keep_config, ready, missing)
+        for tended in self._tender.ask(look):
+            for path, error in link.bind_anew(tended.unbound):
+                self._log.warning("socket was deleted", path=str(path), error=error or "bound anew")
+            for event, error in tended.told:
+                self._log.warning(event, error=error)
+            if tended.missing != self._files_missing:
+                self._files_missing = tended.missing
+                self._events.append(FilesMissing(tended.missing))
 
-    def _keep_config(self) -> None:
-        """Who starts reads it: it is the one that the others run with, whatever somebody did to the file."""
+    def _keep_config(self) -> str:
+        """Who starts reads it: it is the one that the others run with, whatever somebody did to the file. What
+        came of it where it was not there as it is; else empty."""
         if self._config.is_saved():
-            return
+            return ""
         try:
             self._config.save()
-            told = "written anew"
         except OSError as error:
-            told = str(error)
-        self._log.warning("the node's configuration was deleted or changed", error=told)
+            return str(error)
+        return "written anew"
 
     # ------------------------------------------------------------ what happens
 
@@ -340,7 +341,8 @@ class Node:
 
     def _reap(self, child: Child) -> None:
         code = self._watch.remove(child)
-        words = "" if code == 0 else last_words(self._run_dir, child)
+        find_words = partial(last_words, self._run_dir, child)
+        words = "" if code == 0 else within(_WORDS_S, find_words, "")
         self._events.append(Reaped(child.spec.name, child.incarnation, code, words))
 
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
@@ -525,7 +527,8 @@ class Node:
     def _spawn(self, name: str, incarnation: int) -> None:
         spec = self._core.processes[name].spec
         failpoint("supervisor.spawn.before")
-        self._keep_config()
+        if kept := self._keep_config():
+            self._log.warning(CONFIG_GONE, error=kept)
         self._board.processes[spec.index].clear()
         if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
             row = self._board.seats[spec.seat]
@@ -594,6 +597,7 @@ class Node:
 
     def _end(self, finished: Finished) -> ExitCode:
         """Everything is gone: remove what is left, say so to whoever asked, and how it ended."""
+        self._tender.end(_TEND_S)
         self._spawner.close()
         if self._weights is not None:
             self._weights.close()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
 
+from phalanx.protocol.background import Background
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.errors import DecodeError, ExitCode
 from phalanx.protocol.failpoints import failpoint
@@ -80,6 +81,7 @@ class Gateway:
         self.bus = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
         self.journal, self._waker = thread_pair("journal")
         self._file = journal  # the writer's, which has a thread of its own
+        self._looks_at_file = Background[bool]("journal's file")
         self._writer = JournalWriter(journal, self._wake)
         self._client_decoder = Decoder[ClientMessage](ClientMessage, MESSAGE_BYTES_MAX)
         self._bus_decoder = Decoder[BusToGateway](BusToGateway)
@@ -131,7 +133,7 @@ class Gateway:
         """While it cannot be written, or was deleted: try it, though nobody may ask for it. Tell the supervisor."""
         if now_ns >= self._probe_at_ns:
             self._probe_at_ns = now_ns + PROBE_NS
-            if self._failure or self._file.deleted():
+            if self._failure or any(self._looks_at_file.ask(self._file.deleted)):
                 self._writer.submit(0, [])
         lacking = bool(self._failure or self._core.lacks)
         if lacking == self._said_lacking and (not lacking or now_ns < self._say_at_ns):

@@ -319,6 +319,20 @@ def test_who_ignores_term_is_killed_and_reported(node: TestNode) -> None:
     assert_nothing_left(node)
 
 
+def test_a_supervisor_whose_disk_hangs_sees_deaths_and_heals(node: TestNode) -> None:
+    """Its log takes nothing: a pipe that nobody reads."""
+    (node.run_dir / "logs").mkdir(parents=True)
+    os.mkfifo(node.run_dir / "logs" / "supervisor.log")
+    node.start()
+    node.wait_healthy()
+    before = node.process("worker-1").pid
+    os.kill(before, signal.SIGKILL)
+    until(lambda: node.process("worker-1").pid != before)
+    node.wait_healthy()
+    assert node.shut_down().left == ()
+    assert wait_end(node) == ExitCode.OK
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_a_graceful_stop(node: TestNode, number: signal.Signals) -> None:
     node.start()
