@@ -278,6 +278,10 @@ class Scheduler:
         except Refused as refused:
             self._say(Refusal(submit.call, refused.code, refused.text))
             return
+        except Exception as error:  # a bug that this one meets: nothing has changed yet, the others go on
+            text = f"this rank cannot take it: {error!r}"
+            self._say(Refusal(submit.call, Code.INTERNAL, text))
+            return
         if known is not None:
             self._forget(known)
         assert self.worker is not None

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import Refusal, Sampling, Submit, Submitted
 from phalanx.protocol.steps import WorkerHello
+from phalanx.scheduler_svc import admission
 from phalanx.scheduler_svc.events import Membership, WorkerLost
 from sim.hash_worker import MAX_MODEL_LEN, VOCAB
 from sim.scheduler_story import Story, request_id
@@ -25,6 +26,23 @@ def test_larger_than_the_pool() -> None:
     refused = refusal(story)
     assert refused.code == Code.BAD_REQUEST
     assert "need 4 KV blocks" in refused.message and "the pool has 3" in refused.message
+
+
+def test_a_bug_that_one_request_meets_ends_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it raised, every rank that the request comes to would fall, and its streams would move on."""
+    right = admission._room
+
+    def room(submit: Submit, worker: WorkerHello, total_blocks: int) -> int:
+        return right(submit, worker, total_blocks) // (len(submit.prompt) - 4 * 13)
+
+    monkeypatch.setattr(admission, "_room", room)
+    story = Story()
+    story.submit(0, 14, max_tokens=40)
+    story.submit(1, 13, max_tokens=4)
+    (refused,) = story.of(Refusal)
+    assert refused.code == Code.INTERNAL and "ZeroDivisionError" in refused.message
+    story.run()
+    assert story.outputs(0) == story.expected(0, 10) and story.free == (19, 8)
 
 
 def test_exactly_the_pool_is_served() -> None:
