@@ -278,7 +278,7 @@ class Scheduler:
         except Refused as refused:
             self._say(Refusal(submit.call, refused.code, refused.text))
             return
-        except Exception as error:  # a bug that this one meets: nothing has changed yet, the others go on
+        except Exception as error:  # noqa: BLE001  # a bug that this one meets; nothing has changed yet
             text = f"this rank cannot take it: {error!r}"
             self._say(Refusal(submit.call, Code.INTERNAL, text))
             return
