@@ -62,9 +62,11 @@ class Found:
             if row["outcome"] == "failed":
                 self.once_failed.add(row["test"])
 
-    def due(self, timed: bool) -> list[str]:
-        """Tests to run, those first that failed or were cut off."""
-        tests = [t for t, alone in self.timed.items() if alone is timed and self._of(t) not in OVER]
+    def due(self, timed: bool, share: tuple[int, int] = (1, 1)) -> list[str]:
+        """Tests to run, those first that failed or were cut off; of all of them the second of three, say."""
+        ours = {*list(self.timed)[share[0] - 1 :: share[1]]}
+        tests = [t for t in ours if self.timed[t] is timed and self._of(t) not in OVER]
+        tests.sort(key=list(self.timed).index)
         return sorted(tests, key=lambda test: self._of(test) in ("", "left"))
 
     def _of(self, test: str) -> str:
@@ -114,8 +116,8 @@ class Found:
 
 
 class Soak:
-    def __init__(self, record: Path, jobs: int, seconds: float) -> None:
-        self._record, self._jobs = record, jobs
+    def __init__(self, record: Path, jobs: int, seconds: float, share: tuple[int, int]) -> None:
+        self._record, self._jobs, self._share = record, jobs, share
         self._ends = time.time() + seconds if seconds else None
 
     def sweep(self, name: str) -> None:
@@ -136,7 +138,7 @@ class Soak:
             (False, ["-n", str(self._jobs), "--dist", "load", "--maxschedchunk", "1"]),
             (True, ["-n", "0"]),
         ):
-            due = Found(self._record).due(timed)
+            due = Found(self._record).due(timed, self._share)
             if due and self._has_time():
                 chosen = self._record.with_suffix(".chosen")
                 chosen.write_text("\n".join(due) + "\n")
@@ -162,11 +164,20 @@ class Soak:
 @click.option("--jobs", default=len(os.sched_getaffinity(0)), help="Processes; else one for each.")
 @click.option("--seconds", default=0.0, help="Begin nothing after so long; 0: no limit.")
 @click.option("--part", "parts", multiple=True, type=click.Choice(PARTS), help="Only these.")
+@click.option(
+    "--share", type=(int, int), default=(1, 1), help="Of the tests: 1 3, a third of them."
+)
 @click.option("--again", is_flag=True, help="Forget what was found before.")
 @click.option("--show", is_flag=True, help="Run nothing, tell what was found.")
 @click.option("--dir", "folder", default=ROOT / ".soak", type=click.Path(path_type=Path))
 def main(
-    jobs: int, seconds: float, parts: tuple[str, ...], again: bool, show: bool, folder: Path
+    jobs: int,
+    seconds: float,
+    parts: tuple[str, ...],
+    share: tuple[int, int],
+    again: bool,
+    show: bool,
+    folder: Path,
 ) -> None:
     folder.mkdir(exist_ok=True)
     record = folder / f"{digest()}.jsonl"
@@ -175,7 +186,7 @@ def main(
     elif record.exists():
         click.echo(f"goes on: {record}")
     parts, started = parts or PARTS, time.monotonic()
-    soak = Soak(record, jobs, seconds)
+    soak = Soak(record, jobs, seconds, share)
     try:
         for part in () if show else parts:
             soak.tests() if part == "tests" else soak.sweep(part)

@@ -107,6 +107,10 @@ def test_a_run_that_is_killed_keeps_what_it_found_and_goes_on(tmp_path: Path) ->
     assert [name.rpartition("_")[2] for name in found.due(timed=False)] == [
         "fails", "leaves", "dies", "runs",
     ]  # fmt: skip
+    thirds = [found.due(timed=False, share=(part, 3)) for part in (1, 2, 3)]
+    assert sorted(test for third in thirds for test in third) == sorted(
+        found.due(timed=False)
+    ) and all(thirds)
     assert "tests: 1 passed, 1 skipped, 2 failed, 1 cut off, 1 to go" in [*found.summary()]
     assert found.failed() and found.left(("tests",))
     path.write_text(
