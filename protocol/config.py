@@ -45,7 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes: int = 0  # for KV blocks and state slots of one rank; 0: a share of what is free
     expert_slots: int = 0  # of a layer, at a rank, at most; 0: as many as there is memory for
     host_weights: bool = True  # keep the checkpoint in /dev/shm, for workers that start again
-    standby: bool = True  # one process has torch imported and takes the turn of a worker that dies
+    standby: bool = True  # one process has torch imported and forks a worker when one dies
     threads: int = 1  # torch threads; part of the numerics fingerprint
     # On a GPU, `reference` runs torch operations in place of our kernels: to compare, and slow.
     kernels: Literal["auto", "reference"] = "auto"

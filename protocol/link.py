@@ -9,6 +9,7 @@ flipped bits change no token. Our own programs all do this; a client need not.
 """
 
 import os
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from zlib import crc32
@@ -21,9 +22,18 @@ from phalanx.protocol.limits import SOCKET_HWM
 SEAL_BYTES = 4
 damaged = 0  # frames that came to this process with a broken seal
 
-_context = zmq.Context()
+_lock = threading.Lock()
+_made: "zmq.Context[zmq.Socket[bytes]] | None" = None
 _IPC = "ipc://"
 _bound: "list[tuple[zmq.Socket[bytes], str]]" = []  # what this process binds at a path
+
+
+def _context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """Of this process: there is none before its first socket, so that it may fork until then."""
+    global _made
+    with _lock:
+        _made = _made or zmq.Context()
+        return _made
 
 
 class Peer(zmq.Socket[bytes]):
@@ -35,7 +45,7 @@ class Peer(zmq.Socket[bytes]):
 def bind_router(endpoint: str, max_message_bytes: int) -> "zmq.Socket[bytes]":
     """A ROUTER that refuses larger messages by dropping their sender's connection (libzmq's rule),
     tells when a peer is gone or full, and takes over the identity of a peer that reconnects."""
-    socket = _context.socket(zmq.ROUTER, socket_class=Peer)
+    socket = _context().socket(zmq.ROUTER, socket_class=Peer)
     _common(socket)
     socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + SEAL_BYTES)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -83,7 +93,7 @@ def connect_dealer(
 ) -> "zmq.Socket[bytes]":
     """A DEALER that reconnects by itself. Messages wait for a peer that is away, unless
     `only_connected`: then `send` fails, and what had not left yet goes with the lost connection."""
-    socket = _context.socket(zmq.DEALER, socket_class=Peer)
+    socket = _context().socket(zmq.DEALER, socket_class=Peer)
     _common(socket)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.sealed = "#" in identity
@@ -103,7 +113,7 @@ def watch_disconnects(socket: "zmq.Socket[bytes]") -> "zmq.Socket[bytes]":
 def thread_pair(name: str) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
     """Two connected sockets within this process: a thread sends on one to wake a loop that polls the
     other. Each end belongs to one thread; `name` is unique within the process."""
-    here, there = _context.socket(zmq.PAIR), _context.socket(zmq.PAIR)
+    here, there = _context().socket(zmq.PAIR), _context().socket(zmq.PAIR)
     for socket in (here, there):
         _common(socket)
     here.bind(f"inproc://{name}")
@@ -116,7 +126,7 @@ def close_all(sockets: "list[zmq.Socket[bytes]]", linger_ms: int) -> None:
     at most `linger_ms`. Without this, the process may end before its last messages do."""
     for socket in sockets:
         socket.close(linger=linger_ms)
-    _context.term()
+    _context().term()
 
 
 def _common(socket: "zmq.Socket[bytes]") -> None:

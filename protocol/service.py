@@ -30,7 +30,8 @@ from phalanx.protocol.limits import BEAT_PERIOD_MS, COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.log import LOG_END_S, Logger, flush_log, follow_epoch, setup_logging
 from phalanx.protocol.messages import FromSupervisor, Progress, Ready
-from phalanx.protocol.rundir import LOG_DIR, SUPERVISOR_SOCKET, endpoint, open_output
+from phalanx.protocol.rundir import SUPERVISOR_SOCKET, endpoint
+from phalanx.protocol.standby import await_turn
 
 Socket = zmq.Socket[bytes]
 _PR_SET_PDEATHSIG = 1
@@ -170,22 +171,14 @@ def _decoded(decoder: Decoder[FromSupervisor], socket: Socket, log: Logger) -> l
     return messages
 
 
-class Turn(msgspec.Struct, frozen=True):
-    """What a process that was started ahead is told on its standard input: as which one it goes on. One JSON
-    document; the end of the input without one: it is not needed any more."""
-
-    name: str
-    incarnation: int
-    index: int
-    seat: int
+Serve = Callable[[Service], None]
 
 
-def run(
-    serve: Callable[[Service], None], prepare: Callable[[NodeConfig], None] | None = None
-) -> None:
+def run(serve: Serve, prepare: Callable[[NodeConfig], Serve] | None = None) -> None:
     """The whole `main` of a process: arguments, death pipes, log, configuration, `serve`, exit code.
 
-    `prepare`: what a process that is started ahead does while it waits, beside the imports of its module.
+    `prepare`: what a process that is started ahead does beside the imports of its module, before it waits for
+    turns to be taken. It gives what its forks run in place of `serve`.
     """
 
     @click.command()
@@ -198,7 +191,7 @@ def run(
     @click.option(
         "--life-fd", type=int, required=True, help="Read end: closes when the parent dies."
     )
-    @click.option("--standby", is_flag=True, help="Wait on standard input for the other arguments.")
+    @click.option("--standby", is_flag=True, help="Fork the processes that are asked for.")
     def command(
         run_dir: Path,
         name: str,
@@ -212,12 +205,15 @@ def run(
         # First of all, before CUDA or a helper process could inherit the pipe and keep it open.
         os.set_inheritable(death_fd, False)
         os.set_inheritable(life_fd, False)
-        die_with_parent(life_fd)
         set_process_name(name)
-        if standby:  # everything is imported: that is what a start takes long for
-            turn = _await_turn(run_dir, prepare)
+        main = serve
+        if standby:
+            if prepare is not None:
+                main = prepare(load_config(run_dir))
+            turn, death_fd = await_turn(run_dir, death_fd)
             name, incarnation, index, seat = msgspec.structs.astuple(turn)
             set_process_name(name)
+        die_with_parent(life_fd)
         try:
             config = load_config(run_dir)
         except ConfigError as error:
@@ -238,7 +234,7 @@ def run(
         service.beat()
         _obey_signals(service)
         try:
-            serve(service)
+            main(service)
         except ConfigError as error:
             _end_misconfigured(log, error)
         except NoRoom as error:
@@ -254,21 +250,6 @@ def run(
         os._exit(ExitCode.OK)  # everything is closed; unloading libraries would only cost time
 
     command()
-
-
-def _await_turn(run_dir: Path, prepare: Callable[[NodeConfig], None] | None) -> Turn:
-    if prepare is not None:
-        prepare(load_config(run_dir))
-    told = b""
-    while more := os.read(0, 1 << 10):
-        told += more
-    if not told:
-        os._exit(ExitCode.OK)  # not needed any more
-    turn = msgspec.json.decode(told, type=Turn)
-    with open_output(run_dir / LOG_DIR / f"{turn.name}.out") as output:
-        os.dup2(output.fileno(), sys.stdout.fileno())
-        os.dup2(output.fileno(), sys.stderr.fileno())
-    return turn
 
 
 def _end_misconfigured(log: Logger, error: ConfigError) -> NoReturn:

@@ -200,7 +200,7 @@ class Node:
         self._tender = Background[Tended]("files")
         self._spawner = Spawner(self._run_dir, lock.children_fd)
         endpoint = rundir.endpoint(self._run_dir, rundir.SUPERVISOR_SOCKET)
-        self._watch = Watch(endpoint, self._board, MESSAGE_BYTES_MAX)
+        self._watch = Watch(endpoint, self._board, MESSAGE_BYTES_MAX, self._spawner.fileno())
         self._decoder = Decoder[Message](ToSupervisor, MESSAGE_BYTES_MAX)
         self._events: deque[Event] = deque()
         self._signals: list[int] = []
@@ -236,6 +236,7 @@ class Node:
         try:
             while self._finished is None:
                 self._listen()
+                self._take_forked()
                 now_ns = self._board.supervisor_beat_ns = time.monotonic_ns()
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:
                     self._events.extend(self._watch.observe())
@@ -246,12 +247,12 @@ class Node:
                     self._look_at_names()
                     self._look_at_files()
                     self._look_at_standbys(now_ns)
-                    if self._weights is not None:
-                        self._weights.look(now_ns)
+                    if self._weights is not None and self._weights.look(now_ns):
+                        self._renew_standbys("worker")  # it makes them ready from what is held
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
-                if not self._streams_wait or now_ns - self._later_ns > _LATER_NS:
+                if self._later and self._may_act(time.monotonic_ns()):
                     self._do_what_was_put_off()
                 self._handle_events()
             return self._end(self._finished)
@@ -403,8 +404,6 @@ class Node:
                 case Propose():
                     self._propose(action)
                 case Spawn() | Sweep() if self._streams_wait:
-                    # Starting a process or freeing memory takes milliseconds, and a process that starts
-                    # takes a CPU for seconds.
                     self._later_ns = self._later_ns if self._later else time.monotonic_ns()
                     self._later.append(action)
                 case Kill(name, incarnation, number):
@@ -412,6 +411,8 @@ class Node:
                     child = self._watch.children.get(name)
                     if child is not None and child.incarnation == incarnation:
                         child.kill(number)
+                    elif self._spawner.cancel(name, incarnation):
+                        self._events.append(Reaped(name, incarnation, -number, ""))
                 case Spawn(name, incarnation):
                     self._spawn(name, incarnation)
                 case Inspect(name, incarnation):
@@ -421,8 +422,7 @@ class Node:
                 case Resized(ranks):
                     self._resize(ranks)
                 case RenewStandbys():
-                    self._spawner.forget_standbys()
-                    self._want_standbys()
+                    self._renew_standbys()
                 case CountStranded(seats):
                     self._events.append(self._count(seats))
                 case Send(name, incarnation, message):
@@ -438,6 +438,14 @@ class Node:
     def _streams_wait(self) -> bool:
         """For the group, which changes, or for its first steps since."""
         return self._core.awaits_acks or time.monotonic_ns() < self._calm_until_ns
+
+    def _may_act(self, now_ns: int) -> bool:
+        """Whether what was put off may be done. Starting a process or freeing memory takes milliseconds, and one
+        that starts from nothing takes a CPU for seconds; not so one that is forked."""
+        if now_ns - self._later_ns > _LATER_NS or not self._streams_wait:
+            return True
+        specs = [self._core.processes[a.name].spec for a in self._later if isinstance(a, Spawn)]
+        return not self._core.awaits_acks and any(map(self._spawner.forks, specs))
 
     def _set_epoch(self, action: SetEpoch) -> None:
         epoch = action.epoch
@@ -479,17 +487,27 @@ class Node:
                 case Sweep():
                     self._sweep()
 
+    def _renew_standbys(self, kind: str = "") -> None:
+        """Those that are there; of one kind of process, or all."""
+        specs = [process.spec for process in self._core.processes.values()]
+        names = {spec.standby for spec in specs if kind in ("", spec.kind)}
+        self._standbys.want(self._spawner.forget_standbys(names), time.monotonic_ns())
+
     def _want_standbys(self) -> None:
         specs = [process.spec for process in self._core.processes.values()]
         self._standbys.want({spec.standby for spec in specs} - {""}, time.monotonic_ns())
 
     def _look_at_standbys(self, now_ns: int) -> None:
-        """Start those that are due, unless streams wait; take note of those that died."""
+        """Start those that are due, unless streams wait; take note of those that died, and of other orphans."""
+        children = [child.pid for child in self._watch.children.values()]
+        self._spawner.reap_orphans([*children, *(self._weights.pids if self._weights else ())])
         if self._streams_wait or not self._core.serving:
             return
         for name in self._standbys.take_due(now_ns):
             specs = (process.spec for process in self._core.processes.values())
             self._spawner.prepare(next(spec for spec in specs if spec.standby == name))
+        for name in self._spawner.ready_standbys():
+            self._log.info("standby ready", about=name)
         for name, code, words in self._spawner.ended_standbys():
             delay_ms = self._standbys.ended(name, now_ns)
             text = f"{describe_end(code, words)}; another one follows in {delay_ms / 1000:g} s"
@@ -539,10 +557,21 @@ class Node:
         except OSError as error:  # no room for a process or a pipe: the same as an early death
             self._events.append(Reaped(name, incarnation, ExitCode.INTERNAL, str(error)))
             return
+        if child is not None:
+            self._add(child)
+
+    def _add(self, child: Child) -> None:
         self._watch.add(child)
-        if spec.standby and self._core.ready_s >= 0:  # they are wanted from then on
-            self._standbys.want([spec.standby], time.monotonic_ns())
-        self._events.append(Spawned(name, incarnation, child.pid))
+        self._events.append(Spawned(child.spec.name, child.incarnation, child.pid))
+
+    def _take_forked(self) -> None:
+        children, unforked = self._spawner.take_forked(time.monotonic_ns())
+        for child in children:
+            self._add(child)
+        for name, incarnation in unforked:
+            process = self._core.processes.get(name)
+            if process is not None and process.alive and process.incarnation == incarnation:
+                self._spawn(name, incarnation)
 
     def _inject(self, identity: bytes, request: Inject) -> None:
         living = {name: child.incarnation for name, child in self._watch.children.items()}

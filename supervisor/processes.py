@@ -9,7 +9,7 @@ from phalanx.protocol.limits import MAX_SEATS
 Kind = Literal["worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb", "http"]
 
 # Libraries start a thread pool as large as the machine in every process unless told otherwise.
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class ProcessSpec:
     threads: int = 1
     # The node serves without it (it only gets slower): its deaths never end the node.
     essential: bool = True
-    # Streams wait for it when it dies, so a successor is started before, and waits (`spawn.py`): the name
-    # of that one. Processes that share a module share a successor; empty: it has none.
+    # Streams wait for it when it dies, so a process is started before that forks it then (`spawn.py`): the
+    # name of that one. Processes that share a module share it; empty: there is none.
     standby: str = ""
     # One call of its loop may take seconds of CPU time: nobody waits for it.
     long_calls: bool = False
@@ -36,6 +36,7 @@ class ProcessSpec:
             "PYTHONSAFEPATH": "1",  # the checkout must not shadow installed packages
             "PYTHONFAULTHANDLER": "1",  # a segmentation fault leaves a trace in NAME.out
             **dict.fromkeys(_THREADS, str(self.threads)),
+            "OPENBLAS_NUM_THREADS": "1",  # numpy's pool begins with its import, and could not be forked
         }
 
 

@@ -1,24 +1,25 @@
-"""Starting one child, ahead of time if streams would wait for it, and reading its last words when it is
-gone."""
+"""Starting one child, as a fork of one that was started ahead if streams would wait for it, and reading its
+last words when it is gone."""
 
 import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import LOG_DIR, open_output
-from phalanx.protocol.service import Turn
+from phalanx.supervisor.forks import Control, Forked, Order, Reapable, adopt_orphans
 from phalanx.supervisor.processes import ProcessSpec
 
 _TAIL_BYTES = 64 << 10
@@ -34,7 +35,7 @@ class Child:
 
     spec: ProcessSpec
     incarnation: int
-    process: "subprocess.Popen[bytes]"
+    process: Reapable
     death_fd: int  # end of file when it dies; -1 once that was seen
     pidfd: int  # readable when it can be reaped
     out: Path
@@ -67,84 +68,162 @@ def die_with(parent: int) -> None:
         os._exit(ExitCode.PARENT_DIED)
 
 
+@dataclass(slots=True)
+class Standby:
+    """It has imported what its forks need, and what else takes long."""
+
+    child: Child
+    control: Control
+    told: bool = False  # that it is ready
+
+
 class Spawner:
     """Starts children that die with this process: all share one life pipe, whose write end is here."""
 
     def __init__(self, run_dir: Path, children_lock_fd: int) -> None:
         self._run_dir, self._lock_fd = run_dir, children_lock_fd
         self._life_read, self._life_write = os.pipe()
-        # By their names: started, imported, waiting to be told whose turn they take.
-        self._standbys: dict[str, Child] = {}
+        self._adopts = adopt_orphans(True)
+        self._standbys: dict[str, Standby] = {}  # by their names
+        self._lines = select.epoll()  # to them
         self._unstarted: list[tuple[str, int, str]] = []
-        self._ending: list[subprocess.Popen[bytes]] = []  # killed, not reaped yet
+        self._unforked: list[tuple[str, int]] = []
+        self._ending: list[Reapable] = []  # killed, not reaped yet
 
-    def spawn(self, spec: ProcessSpec, incarnation: int) -> Child:
-        """Raises OSError when the system has no room for another process."""
-        standby = self._standbys.pop(spec.standby, None)
-        if standby is not None:
-            if self._set_going(standby, spec, incarnation):
-                return standby
-            self._discard(standby)
+    def fileno(self) -> int:
+        """Readable when there is something for `take_forked`."""
+        return self._lines.fileno()
+
+    def spawn(self, spec: ProcessSpec, incarnation: int) -> Child | None:
+        """None: it is being forked, and comes with `take_forked`.
+
+        Raises OSError when the system has no room for another process.
+        """
+        standby = self._standbys.get(spec.standby)
+        if standby is not None and not standby.control.broken:
+            with contextlib.suppress(OSError):
+                standby.control.order(spec, incarnation, time.monotonic_ns())
+                return None
         return self._start(spec, incarnation)
 
+    def forks(self, spec: ProcessSpec) -> bool:
+        """Whether it would be there at once."""
+        standby = self._standbys.get(spec.standby)
+        return standby is not None and standby.control.ready and not standby.control.broken
+
+    def take_forked(self, now_ns: int) -> tuple[list[Child], list[tuple[str, int]]]:
+        """The children that have been forked since this was asked last; and (name, incarnation) of those that
+        will not be: they are to be started anew."""
+        forked: list[Child] = []
+        unforked, self._unforked = self._unforked, []
+        for standby in self._standbys.values():
+            control, broken = standby.control, standby.control.broken
+            for order, pid in control.hear(now_ns):
+                if (child := self._begin(order, pid)) is not None:
+                    forked.append(child)
+                elif order.wanted:
+                    unforked.append((order.spec.name, order.incarnation))
+            if control.broken and not broken:
+                standby.child.process.kill()  # it is found among those that ended
+                self._lines.unregister(control.line)
+            if control.broken:
+                unforked += _undone(control)
+        return forked, unforked
+
+    def cancel(self, name: str, incarnation: int) -> bool:
+        """Whether it was being forked. It ends then without having done anything."""
+        if (name, incarnation) in self._unforked:
+            self._unforked.remove((name, incarnation))
+            return True
+        orders = [order for s in self._standbys.values() for order in s.control.orders]
+        for order in orders:
+            if order.wanted and (order.spec.name, order.incarnation) == (name, incarnation):
+                order.wanted = False
+                return True
+        return False
+
     def prepare(self, spec: ProcessSpec) -> None:
-        """Have a successor ready for this process, and for those that share it: imports are most of a start."""
-        if spec.standby not in self._standbys:
-            waiting = replace(spec, name=spec.standby, index=-1, seat=-1)
-            try:
-                self._standbys[spec.standby] = self._start(waiting, 0, standby=True)
-            except OSError as error:
-                self._unstarted.append((spec.standby, ExitCode.INTERNAL, str(error)))
+        """Have a process ready that forks this one, and those that share it: imports are most of a start."""
+        if spec.standby in self._standbys or not self._adopts:
+            return
+        waiting = replace(spec, name=spec.standby, index=-1, seat=-1)
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        try:
+            child = self._start(waiting, 0, its)
+            self._standbys[spec.standby] = Standby(child, Control(ours))
+            self._lines.register(ours, select.EPOLLIN)
+        except OSError as error:
+            ours.close()
+            self._unstarted.append((spec.standby, ExitCode.INTERNAL, str(error)))
+        finally:
+            its.close()
+
+    def ready_standbys(self) -> list[str]:
+        """Names of those that have become ready since this was asked last."""
+        new = [name for name, s in self._standbys.items() if not s.told and s.control.ready]
+        for name in new:
+            self._standbys[name].told = True
+        return new
 
     def ended_standbys(self) -> list[tuple[str, int, str]]:
-        """(name, exit code or minus the signal, last words) of those that died while they waited, or could
-        not be started, since this was asked last."""
+        """(name, exit code or minus the signal, last words) of those that died, or could not be started,
+        since this was asked last."""
         self._ending = [process for process in self._ending if process.poll() is None]
         ended, self._unstarted = self._unstarted, []
         for name, standby in list(self._standbys.items()):
-            if (code := standby.process.poll()) is not None:
-                del self._standbys[name]
-                self._discard(standby)
-                ended.append((name, code, last_words(self._run_dir, standby)))
+            if (code := standby.child.process.poll()) is not None:
+                self._discard(self._standbys.pop(name))
+                ended.append((name, code, last_words(self._run_dir, standby.child)))
         return ended
 
-    def forget_standbys(self) -> None:
-        """What is started from now on is to be started from what lies on the disk now."""
-        for standby in self._standbys.values():
-            self._discard(standby)
-        self._standbys.clear()
+    def forget_standbys(self, names: Collection[str]) -> set[str]:
+        """What is started from now on is to be started from what there is now. Returns those that were there."""
+        there = self._standbys.keys() & names
+        for name in there:
+            self._discard(self._standbys.pop(name))
+        return there
 
-    def _set_going(self, standby: Child, spec: ProcessSpec, incarnation: int) -> bool:
-        """Tell it who it is, now that its turn has come; False when it has died while it waited."""
-        standby.spec, standby.incarnation = spec, incarnation
-        standby.out, standby.out_start = self._output(spec), 0
+    def reap_orphans(self, ours: Collection[int]) -> None:
+        """Nobody else waits for what dead children of ours have left: all that ended but `ours`."""
+        standbys = (standby.child.pid for standby in self._standbys.values())
+        mine = {*ours, *standbys, *(process.pid for process in self._ending)}
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, ended)) is not None and found.si_pid not in mine:
+                os.waitpid(found.si_pid, 0)
+
+    def _begin(self, order: Order, pid: int) -> Child | None:
+        """Tell a fork who it is; None when it is not wanted any more, or dead, or cannot be watched."""
+        spec, process = order.spec, Forked(pid)
+        if not order.wanted:
+            order.drop()
+            return None
+        out, start = self._output(spec), 0
         with contextlib.suppress(OSError):
-            standby.out_start = standby.out.stat().st_size  # the rest was said by the one before it
-        assert standby.process.stdin is not None
+            start = out.stat().st_size  # the rest was said by the one before it
         try:
-            turn = Turn(spec.name, incarnation, spec.index, spec.seat)
-            os.write(standby.process.stdin.fileno(), msgspec.json.encode(turn))
-        except BrokenPipeError:
-            return False
-        finally:
-            standby.process.stdin.close()
-        return standby.process.poll() is None
+            pidfd = self._watchable(process)
+        except OSError:
+            order.drop()
+            return None
+        with contextlib.suppress(OSError):  # its death shows as any other
+            order.begin()
+        return Child(spec, order.incarnation, process, order.death_fd, pidfd, out, start)
 
     def _output(self, spec: ProcessSpec) -> Path:
         return self._run_dir / LOG_DIR / f"{spec.name}.out"
 
-    def _start(self, spec: ProcessSpec, incarnation: int, standby: bool = False) -> Child:
+    def _start(
+        self, spec: ProcessSpec, incarnation: int, control: socket.socket | None = None
+    ) -> Child:
         out = self._output(spec)
         death_read, death_write = os.pipe()
         try:
             with open_output(out) as log:
                 start = log.tell()
-                process = self._popen(spec, incarnation, death_write, log.fileno(), standby)
-            try:
-                pidfd = os.pidfd_open(process.pid)
-            except OSError:  # nobody would know of it
-                self._kill(process)
-                raise
+                process = self._popen(spec, incarnation, death_write, log.fileno(), control)
+            pidfd = self._watchable(process)
         except BaseException:
             os.close(death_read)
             raise
@@ -153,7 +232,12 @@ class Spawner:
         return Child(spec, incarnation, process, death_read, pidfd, out, start)
 
     def _popen(
-        self, spec: ProcessSpec, incarnation: int, death_fd: int, output: int, standby: bool
+        self,
+        spec: ProcessSpec,
+        incarnation: int,
+        death_fd: int,
+        output: int,
+        control: socket.socket | None,
     ) -> "subprocess.Popen[bytes]":
         arguments = {
             "--run-dir": self._run_dir,
@@ -168,9 +252,9 @@ class Spawner:
             [
                 *(sys.executable, "-P", "-m", spec.module),
                 *(str(part) for pair in arguments.items() for part in pair),
-                *(["--standby"] if standby else []),
+                *(["--standby"] if control else []),
             ],
-            stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
+            stdin=control.fileno() if control else subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             env={**os.environ, **spec.environment()},
@@ -181,25 +265,40 @@ class Spawner:
         )
 
     def close(self) -> None:
-        self.forget_standbys()
+        self.forget_standbys(list(self._standbys))
         until = time.monotonic() + _END_S
         for process in self._ending:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):
                 process.wait(max(0.0, until - time.monotonic()))
+        adopt_orphans(False)
+        self._lines.close()
         os.close(self._life_read)
         os.close(self._life_write)
 
-    def _discard(self, standby: Child) -> None:
-        self._kill(standby.process)
-        os.close(standby.death_fd)
-        os.close(standby.pidfd)
+    def _watchable(self, process: Reapable) -> int:
+        """Its pidfd. Raises OSError, and ends it, when there is none: nobody would know of it."""
+        try:
+            return os.pidfd_open(process.pid)
+        except OSError:
+            self._kill(process)
+            raise
 
-    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
+    def _discard(self, standby: Standby) -> None:
+        self._unforked += _undone(standby.control)
+        standby.control.line.close()
+        self._kill(standby.child.process)
+        os.close(standby.child.death_fd)
+        os.close(standby.child.pidfd)
+
+    def _kill(self, process: Reapable) -> None:
         """It is not waited for: one that sleeps in the kernel ends when the kernel lets it."""
         process.kill()
-        if process.stdin is not None:
-            process.stdin.close()
         self._ending.append(process)
+
+
+def _undone(control: Control) -> list[tuple[str, int]]:
+    """(name, incarnation) of what it was asked for in vain."""
+    return [(order.spec.name, order.incarnation) for order in control.drop_all() if order.wanted]
 
 
 def last_words(run_dir: Path, child: Child) -> str:

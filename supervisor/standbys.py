@@ -1,31 +1,28 @@
-"""When the successors that wait for their turn (`spawn.py`) are started. Pure.
+"""When the processes that fork others in time of need (`spawn.py`) are started. Pure.
 
-One that dies while it waits was no part of the node: nothing counts it, another one follows later.
+One that dies was no part of the node: nothing counts it, another one follows later.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _MS = 1_000_000
-# A successor is started that long after the node was whole, or after the one before it took over: it is
-# not to take a CPU from those who recover.
+# One is started that long after the node was whole: it is not to take a CPU from those who start.
 DELAY_MS = 3_000
-DELAY_MS_MAX = (
-    60_000  # for one whose predecessors died while they waited; doubled with each of them
-)
+DELAY_MS_MAX = 60_000  # for one whose predecessors died; doubled with each of them
 _SOUND_MS = 60_000  # one that waited for so long shows that nothing is wrong with it
 
 
 @dataclass(slots=True)
 class Standbys:
-    """Names of processes whose successors are due, wait, or ended in vain."""
+    """Names of those that are due, wait, or ended in vain."""
 
     _due_ns: dict[str, int] = field(default_factory=dict[str, int])
     _since_ns: dict[str, int] = field(default_factory=dict[str, int])  # of those that wait
     _vain: dict[str, int] = field(default_factory=dict[str, int])  # ends in a row
 
     def want(self, names: Iterable[str], now_ns: int) -> None:
-        """Each of these is to have a successor, and has none now."""
+        """Each of these is to be there, and is not now."""
         for name in names:
             self._vain[name] = 0
             self._due_ns[name] = now_ns + DELAY_MS * _MS
@@ -39,7 +36,7 @@ class Standbys:
         return names
 
     def ended(self, name: str, now_ns: int) -> int:
-        """It is gone though its turn has not come, or could not be started. Returns the ms until the next."""
+        """It is gone, or could not be started. Returns the ms until the next."""
         if now_ns - self._since_ns[name] >= _SOUND_MS * _MS:
             self._vain[name] = 0
         doublings = min(self._vain[name], 16)

@@ -26,12 +26,18 @@ LOOK_MS = 3  # between two looks at the death marks while a worker computes
 class Watch:
     """Registers children and turns what the kernel says of them into events."""
 
-    def __init__(self, endpoint: str, board: Board, max_message_bytes: int) -> None:
+    def __init__(
+        self, endpoint: str, board: Board, max_message_bytes: int, wake_fd: int = -1
+    ) -> None:
+        """`wake_fd`: what else ends a wait when it is readable, without being told of."""
         self.socket = bind_router(endpoint, max_message_bytes)
         self.children: dict[str, Child] = {}
         self._board = board
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
+        self._wake_fd = wake_fd
+        if wake_fd >= 0:
+            self._poller.register(wake_fd, zmq.POLLIN)
         self._owners: dict[int, Child] = {}  # file descriptor -> child
         self._stepping = False  # a worker was at work when it was last observed
 
@@ -50,6 +56,7 @@ class Watch:
         dead, ready = self._sleep(timeout_ms)
         woke_ns = time.monotonic_ns()
         messages = ready.pop(self.socket, 0) != 0
+        ready.pop(self._wake_fd, None)
         ended: list[Child] = []
         for fd in ready:
             child = self._owners[fd]  # raw descriptors come back as themselves

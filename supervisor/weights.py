@@ -63,19 +63,24 @@ class WeightsKeeper:
         except OSError as error:
             self._failed(str(error), time.monotonic_ns())
 
-    def look(self, now_ns: int) -> None:
-        """Note how the filling ended, once it has; begin anew when it is time."""
+    @property
+    def pids(self) -> list[int]:
+        """Of processes that fill it, or did and are not reaped yet."""
+        return [filler.pid for filler in (self._filler, *self._ending) if filler is not None]
+
+    def look(self, now_ns: int) -> bool:
+        """Note how the filling ended, once it has; begin anew when it is time. True when it has just been filled."""
         self._ending = [filler for filler in self._ending if filler.poll() is None]
         if self._filler is None:
             if self._again_ns and now_ns >= self._again_ns:
                 self.start()
-            return
+            return False
         code = self._filler.poll()
         if code is None:
             if self._hangs(self._filler.pid, now_ns):
                 self._kill(0)
                 self._failed(f"filling it made no progress for {_STILL_NS // 10**9} s", now_ns)
-            return
+            return False
         self._filler = None
         try:
             said = json.loads(self._out.read_text().splitlines()[-1])
@@ -84,9 +89,10 @@ class WeightsKeeper:
         if code == 0 and said.pop("held", False):
             self.missing, self._delay_ns = "", _AGAIN_NS
             self._log.info("host weights are held", **said)
-        else:
-            killed = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._failed(str(said.get("reason") or f"{killed}, see {self._out}"), now_ns)
+            return True
+        killed = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        self._failed(str(said.get("reason") or f"{killed}, see {self._out}"), now_ns)
+        return False
 
     def _hangs(self, pid: int, now_ns: int) -> bool:
         try:

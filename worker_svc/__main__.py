@@ -1,7 +1,7 @@
 """Start a worker: `python -m phalanx.worker_svc --run-dir DIR --name worker-0 ...`."""
 
 from phalanx.protocol.service import run
-from phalanx.worker_svc.main import import_backend, serve
+from phalanx.worker_svc.main import prepare, serve
 
 if __name__ == "__main__":
-    run(serve, import_backend)
+    run(serve, prepare)

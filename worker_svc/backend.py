@@ -22,6 +22,7 @@ from phalanx.protocol.placement import (
 from phalanx.protocol.rundir import write_plan
 from phalanx.protocol.service import Service
 from phalanx.protocol.steps import StepPlan, StepResult, WorkerHello
+from phalanx.worker_svc.ahead import Ahead
 from phalanx.worker_svc.devices import rank_device
 from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.exchange import Exchange, Region, Shape
@@ -39,6 +40,7 @@ from phalanx.worker_svc.model.fields import ConfigError as ModelConfigError
 from phalanx.worker_svc.model.invariance import check_invariance
 from phalanx.worker_svc.model.recorded import RecordedSteps, cuda_graphs
 from phalanx.worker_svc.model.shards import CheckpointError
+from phalanx.worker_svc.model.threads import set_up_thread
 from phalanx.worker_svc.model.truncation import Truncation
 from phalanx.worker_svc.model.weights_hash import weights_hash
 from phalanx.worker_svc.rebalance import NotReady
@@ -49,8 +51,9 @@ from phalanx.worker_svc.warm import warm_up, warm_up_experts
 class ModelBackend:
     """Loads on construction, saying how far it is. Raises ConfigError when it cannot run as asked."""
 
-    def __init__(self, service: Service) -> None:
-        config = service.config
+    def __init__(self, service: Service, ahead: Ahead | None = None) -> None:
+        """`ahead`: what there is already."""
+        config, ahead = service.config, ahead or Ahead()
         set_up_thread(config.worker.threads)
         device = rank_device(config, service.seat)
         registry.prefer(config.worker.kernels)
@@ -65,12 +68,13 @@ class ModelBackend:
         worker = config.worker
         self._truncation = Truncation(worker.yoco_truncation, worker.yoco_keep_tokens)
         service.progress("check numerics")
-        if config.exact or device.type == "cpu":
+        if (config.exact or device.type == "cpu") and not ahead.checked:
             check_invariance(device)
         service.progress("hash weights")
-        self._host = HostWeights.find(config.node, config.model_path)
+        self._host = ahead.host or HostWeights.find(config.node, config.model_path)
         self._weights_hash = self._host.weights if self._host else weights_hash(config.model_path)
-        service.log.info("weights", where="host" if self._host else "files")
+        where = "made ahead" if ahead.dense else "host" if self._host else "files"
+        service.log.info("weights", where=where)
         self.fingerprint = numerics_fingerprint(
             self._weights_hash,
             config.device,
@@ -79,7 +83,7 @@ class ModelBackend:
             registry.label() if device.type == "cuda" else "",
         )
         try:
-            self._weights = self._load(device)
+            self._weights = self._load(device, ahead.dense[0] if ahead.dense else None)
         except (ModelConfigError, CheckpointError) as error:
             raise ConfigError(str(error)) from error
         self._marks = Marks(self._alive, event_mark if device.type == "cuda" else None)
@@ -96,6 +100,7 @@ class ModelBackend:
             self._marks.wait,
             service.board.seats[self._seat].blocks if device.type == "cpu" else 0,
             self._tell_repeated,
+            ahead.dense[1] if ahead.dense else None,
         )
         service.board.seats[self._seat].blocks = self._engine.sizes.num_blocks
         shape = Shape(
@@ -197,13 +202,13 @@ class ModelBackend:
             self._service.row.phase = ProcessPhase.BUSY
             self._service.log.warning("kernel compiled while serving", kernel=kernel, s=seconds)
 
-    def _load(self, device: torch.device) -> Weights:
+    def _load(self, device: torch.device, dense: Weights | None) -> Weights:
         """Load what the seat holds in the placement that runs, else in that of a full node.
 
         GO names the placement that counts; whatever differs is loaded then.
         """
         service, config = self._service, self._service.config
-        model = ModelConfig.load(config.model_path)
+        model = dense.config if dense is not None else ModelConfig.load(config.model_path)
         self._truncation.check(model)
         kernels = device.type == "cuda" and config.worker.kernels != "reference"
         if kernels and (why := unsuited(model)):
@@ -230,6 +235,7 @@ class ModelBackend:
             held=self._host.shards if self._host else None,
             progress=lambda done, total: service.progress("load weights", done / max(total, 1)),
             device=device,
+            dense=dense,
         )
 
     def _slots_to_load(self, model: ModelConfig) -> int:
@@ -391,9 +397,3 @@ class ModelBackend:
     def close(self) -> None:
         self._region.close()
         self._engine.close()
-
-
-def set_up_thread(threads: int) -> None:
-    """Torch's settings of the calling thread, which computes with so many."""
-    torch.set_num_threads(threads)
-    torch.set_grad_enabled(False)

@@ -47,17 +47,19 @@ class Engine:
         settle: Callable[[], None] = lambda: None,
         num_blocks: int = 0,
         tell: Callable[[str], None] = lambda why: None,
+        parts: DenseParts | None = None,
     ) -> None:
         """
         Args:
             settle: called before the results of a step are read, which a GPU may still be computing.
             num_blocks: as many as the worker before had; 0: none was there.
             tell: told why a part of a step that counts already is done a second time.
+            parts: of these weights, if they are made already.
         """
         self.layout = CacheLayout(weights.config)
         self._device = weights.device
         # Before the caches, which may take what these leave of a GPU.
-        parts = DenseParts.of(weights)
+        parts = parts or DenseParts.of(weights)
         # Rows by logical expert since the last report, int64 [layers, experts].
         shape = (weights.config.num_hidden_layers, weights.config.n_routed_experts)
         self.expert_counts = torch.zeros(shape, dtype=torch.int64, device=self._device)

@@ -1,5 +1,6 @@
 """Processes of a live node are killed for real: it heals, and no token of any stream changes."""
 
+import json
 import os
 import signal
 import threading
@@ -65,8 +66,13 @@ def test_a_killed_process_changes_no_token(
     assert_whole(three)
 
 
-def test_two_of_three_workers_fall_at_once(three: Node, requests: Any, fault_free: Any) -> None:
-    """The last one holds every expert then, and all streams."""
+def test_two_of_three_workers_fall_at_once_and_one_again(
+    three: Node, requests: Any, fault_free: Any
+) -> None:
+    """The last one holds every expert then, and all streams. Each death finds a successor that only has to load its
+    experts, and what was made for it ahead gives the same tokens."""
+    three.wait_healthy()
+    wait_for(lambda: "standby ready" in said(three, "worker-next"), 60, "a successor")
     pids = three.pids()
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
@@ -74,11 +80,25 @@ def test_two_of_three_workers_fall_at_once(three: Node, requests: Any, fault_fre
     wait_for(lambda: three.running() > 0, 60, "running requests")
     for victim in ("worker-0", "worker-2"):
         os.kill(pids[victim], signal.SIGKILL)
+    wait_for(lambda: three.pids().get("worker-2", 0) not in (0, pids["worker-2"]), 60, "a new one")
+    os.kill(three.pids()["worker-2"], signal.SIGKILL)
     thread.join(240)
     assert got and got[0] == fault_free
     three.wait_healthy()
     assert three.pids()["worker-1"] == pids["worker-1"]
+    assert tokens(three.generate(requests)) == fault_free
+    for name in ("worker-0", "worker-2"):
+        lines = map(json.loads, (three.run_dir / "logs" / f"{name}.log").read_text().splitlines())
+        where = [line["where"] for line in lines if line["event"] == "weights"]
+        assert where[-1] == "made ahead", where
     assert_whole(three)
+
+
+def said(node: Node, about: str) -> list[str]:
+    """What the supervisor's log tells of this one."""
+    lines = (node.run_dir / "logs" / "supervisor.log").read_text().splitlines()
+    entries = map(json.loads, lines)
+    return [entry["event"] for entry in entries if entry.get("about") == about]
 
 
 def test_the_history_tells_what_fell(three: Node) -> None:

@@ -2,6 +2,7 @@
 outlives its node, and every way to end leaves nothing behind."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -209,43 +210,99 @@ def test_scale_and_restart_real_processes(node: TestNode) -> None:
 
 
 def standby_of(node: TestNode, name: str) -> int:
-    """The pid of the process that waits as the successor of this one; 0: none."""
-    for pid in node.children():
+    """The pid of the process that forks successors of this one; 0: none."""
+    for pid in sorted(node.children()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() == f"{name}-next":
                 return pid
     return 0
 
 
-def test_a_successor_that_dies_while_it_waits_is_replaced_and_nobody_counts_it(
-    living: TestNode,
-) -> None:
+def wait_standby(node: TestNode, name: str, beside: int = 0) -> int:
+    """The pid of one that is ready, and another one than `beside`."""
+    log = node.run_dir / "logs" / "supervisor.log"
+
+    def ready() -> bool:
+        # Its start, and that it is ready, are told in this order.
+        told = [
+            e
+            for e in map(json.loads, log.read_text().splitlines())
+            if e["event"] == "standby ready"
+        ]
+        return sum(e["about"] == f"{name}-next" for e in told) > before
+
+    before = 0
+    if beside:
+        told = log.read_text().splitlines()
+        before = sum("standby ready" in line and f"{name}-next" in line for line in told)
+        os.kill(beside, signal.SIGKILL)
+    until(ready, 60)
+    return standby_of(node, name)
+
+
+def was_forked(pid: int) -> bool:
+    with contextlib.suppress(OSError):  # it has just died
+        return b"--standby" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return False
+
+
+def test_a_standby_that_dies_is_replaced_and_nobody_counts_it(living: TestNode) -> None:
     living.wait_healthy()
     restarts = {p.name: p.restarts for p in living.status().processes}
-    until(lambda: standby_of(living, "gateway"))
-    first = standby_of(living, "gateway")
-    os.kill(first, signal.SIGKILL)
-    until(lambda: standby_of(living, "gateway") not in (0, first))
+    first = wait_standby(living, "gateway")
+    second = wait_standby(living, "gateway", beside=first)
+    assert second not in (0, first)
     status = living.status()
     assert status.healthy and {p.name: p.restarts for p in status.processes} == restarts
     assert "another one follows in 3 s" in (living.run_dir / "logs" / "supervisor.log").read_text()
-    second = standby_of(living, "gateway")
-    os.kill(living.process("gateway").pid, signal.SIGKILL)
-    until(lambda: living.process("gateway").pid == second)
-    living.wait_healthy()
 
 
-def test_one_successor_waits_for_the_workers_of_all_ranks(living: TestNode) -> None:
+def test_deaths_that_follow_each_other_at_once_all_find_a_successor(living: TestNode) -> None:
+    """Of two ranks, of one rank twice, and of the gateway twice."""
     living.wait_healthy()
-    for name in ("worker-1", "worker-0"):
-        until(lambda: standby_of(living, "worker"))
-        waiting = standby_of(living, "worker")
-        os.kill(living.process(name).pid, signal.SIGKILL)
-        until(lambda: living.process(name).pid == waiting)  # noqa: B023
-        living.wait_healthy()
-    # Who comes too soon for a successor starts as ever.
-    os.kill(living.process("worker-1").pid, signal.SIGKILL)
-    living.wait_healthy()
+    standbys = [wait_standby(living, name) for name in ("worker", "gateway")]
+    for name in ("worker-1", "worker-0", "worker-1", "gateway", "gateway"):
+        before = living.process(name)
+        os.kill(before.pid, signal.SIGKILL)
+        until(lambda: living.process(name).pid not in (0, before.pid))  # noqa: B023
+        after = living.process(name)
+        assert after.incarnation == before.incarnation + 1
+        assert was_forked(after.pid) and after.pid not in standbys
+        until(lambda: Path(f"/proc/{after.pid}/comm").read_text().strip() == name)  # noqa: B023
+    status = living.wait_healthy()
+    assert {p.name: p.state for p in status.processes}["worker-1"] == "ready"
+    assert standbys == [standby_of(living, name) for name in ("worker", "gateway")]
+
+
+def test_a_fork_dies_with_the_supervisor_even_when_it_is_stopped(node: TestNode) -> None:
+    node.start()
+    node.wait_healthy()
+    wait_standby(node, "worker")
+    os.kill(node.process("worker-1").pid, signal.SIGKILL)
+    until(lambda: was_forked(node.process("worker-1").pid))
+    node.wait_healthy()
+    os.kill(node.process("worker-1").pid, signal.SIGSTOP)
+    os.kill(node.supervisor_pid, signal.SIGKILL)
+    wait_end(node)
+    until(lambda: not node.children(), 2)
+
+
+def test_what_a_dead_process_leaves_behind_is_reaped(node: TestNode) -> None:
+    """The supervisor adopts orphans, so nobody else would."""
+    node.behave("worker-1", "outlive")
+    node.start()
+    node.wait_healthy()
+    node.behave("worker-1", "")
+    worker = node.process("worker-1").pid
+    (orphan,) = map(int, Path(f"/proc/{worker}/task/{worker}/children").read_text().split())
+    os.kill(worker, signal.SIGKILL)
+    node.wait_healthy()
+    assert Path(f"/proc/{orphan}/status").read_text().split("PPid:")[1].split()[0] == str(
+        node.supervisor_pid
+    )
+    os.kill(orphan, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{orphan}").exists(), 5)
+    assert node.status().healthy
 
 
 def test_a_restart_that_is_said_again_does_not_keep_successors_away(living: TestNode) -> None:

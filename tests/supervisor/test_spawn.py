@@ -10,13 +10,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 from supervisor.node import until
 
 from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import LOG_DIR
-from phalanx.protocol.service import Turn
+from phalanx.supervisor.forks import FORK_NS
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child, Spawner, last_words
 
@@ -113,12 +112,14 @@ def test_a_child_starts_without_a_place_for_its_output(tmp_path: Path) -> None:
         spawner = Spawner(tmp_path, lock.fileno())
         spec = ProcessSpec("worker-0", "worker", "this", 0, threads=1)  # prints some lines
         first = spawner.spawn(spec, 1)
+        assert first is not None
         assert first.process.wait(timeout=60) == 0
         assert "Zen" in first.out.read_text()
         first.out.unlink()
         (tmp_path / LOG_DIR).rmdir()
         (tmp_path / LOG_DIR).write_text("in the way")
-        assert spawner.spawn(spec, 2).process.wait(timeout=60) == 0
+        second = spawner.spawn(spec, 2)
+        assert second is not None and second.process.wait(timeout=60) == 0
         spawner.close()
 
 
@@ -151,45 +152,149 @@ def test_a_wait_that_is_not_over_counts(tmp_path: Path) -> None:
     assert Looks(9, tmp_path).inspect(0) is None
 
 
-def test_a_standby_waits_for_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes over at once, as whichever process needs it, if it has not died while it waited."""
-    code = "import sys\nprint('waits', flush=True)\nprint(sys.stdin.read())\n"
-    (tmp_path / "waiter.py").write_text(code)
+WAITER = """
+import os, sys
+from pathlib import Path
+from phalanx.protocol.standby import await_turn
+
+print("waits", flush=True)
+death_fd = int(sys.argv[sys.argv.index("--death-fd") + 1])
+turn, death_fd = await_turn(Path(sys.argv[sys.argv.index("--run-dir") + 1]), death_fd)
+sockets = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+links = [os.readlink(f"/proc/self/fd/{fd}") for fd in sockets]
+print(turn.name, turn.incarnation, turn.index, turn.seat,
+      os.getpgid(0) == os.getpid(), sum(link.startswith("socket:") for link in links),
+      os.readlink("/proc/self/fd/0"), flush=True)
+sys.exit(sys.stdin.read() != "" or turn.incarnation)
+"""
+
+
+@pytest.fixture
+def spawner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawner]:
+    """Its standbys say that they wait; its forks tell about themselves, and exit with their incarnation."""
+    (tmp_path / "waiter.py").write_text(WAITER)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
-    one, other = (
-        ProcessSpec(f"worker-{seat}", "worker", "waiter", seat, seat, standby="worker-next")
-        for seat in range(2)
-    )
-    out = tmp_path / LOG_DIR / "worker-next.out"
-
-    def prepared() -> int:
-        spawner.prepare(one)
-        until(lambda: out.exists() and "waits\n" in out.read_text())
-        os.truncate(out, 0)
-        return spawner._standbys["worker-next"].pid
-
     with (tmp_path / "lock").open("w") as lock:
-        spawner = Spawner(tmp_path, lock.fileno())
-        waiting = prepared()
-        child = spawner.spawn(other, 4)
-        assert (child.pid, child.spec, child.incarnation) == (waiting, other, 4)
-        assert child.process.wait(timeout=60) == 0
-        assert msgspec.json.decode(out.read_text(), type=Turn) == Turn("worker-1", 4, 1, 1)
-        assert (
-            child.out == tmp_path / LOG_DIR / "worker-1.out"
-        )  # where `Turn`'s reader writes from then on
+        made = Spawner(tmp_path, lock.fileno())
+        yield made
+        made.close()
 
-        waiting = prepared()
-        os.kill(waiting, signal.SIGKILL)
-        os.waitid(os.P_PID, waiting, os.WEXITED | os.WNOWAIT)
-        child = spawner.spawn(one, 5)
-        assert child.pid != waiting and not Path(f"/proc/{waiting}").exists()
-        assert child.process.wait(timeout=60) == 0 and last_words(tmp_path, child) == "waits"
 
-        waiting = prepared()
-        spawner.close()
-        assert not Path(f"/proc/{waiting}").exists()
+WORKERS = [
+    ProcessSpec(f"worker-{seat}", "worker", "waiter", seat, seat, standby="worker-next")
+    for seat in range(2)
+]
+
+
+def waiting(spawner: Spawner) -> int:
+    spawner.prepare(WORKERS[0])
+    until(lambda: spawner.take_forked(0) == ([], []) and spawner.forks(WORKERS[1]), 60)
+    return spawner._standbys["worker-next"].child.pid
+
+
+def fork(spawner: Spawner, spec: ProcessSpec, incarnation: int) -> Child:
+    assert spawner.spawn(spec, incarnation) is None, "it is not waited for"
+    return wait_forked(spawner)
+
+
+def wait_forked(spawner: Spawner) -> Child:
+    found: list[Child] = []
+    until(lambda: found.extend(spawner.take_forked(time.monotonic_ns())[0]) or found)
+    (child,) = found
+    return child
+
+
+def test_a_standby_forks_whoever_needs_it_again_and_again(tmp_path: Path, spawner: Spawner) -> None:
+    assert not spawner.forks(WORKERS[0])
+    standby = waiting(spawner)
+    assert spawner.ready_standbys() == ["worker-next"] and spawner.ready_standbys() == []
+    for incarnation, spec in ((4, WORKERS[1]), (5, WORKERS[1]), (6, WORKERS[0])):
+        child = fork(spawner, spec, incarnation)
+        assert child.pid != standby
+        assert (child.spec, child.incarnation) == (spec, incarnation)
+        assert child.process.wait() == incarnation, "its own exit code, though another forked it"
+        told = last_words(tmp_path, child).split()
+        assert told[:4] == [spec.name, str(incarnation), str(spec.index), str(spec.seat)]
+        assert told[4:] == ["True", "0", "/dev/null"], (
+            "a group of its own, no line to the supervisor"
+        )
+        assert os.read(child.death_fd, 1) == b"", "closed, though the process that forked it lives"
+    assert spawner._standbys["worker-next"].child.pid == standby
+    assert (tmp_path / LOG_DIR / "worker-next.out").read_text() == "waits\n"
+    assert spawner.ended_standbys() == []
+    assert spawner.forget_standbys(["worker-next", "gateway-next"]) == {"worker-next"}
+    until(lambda: spawner.ended_standbys() or not Path(f"/proc/{standby}").exists())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_is_to_start_does_so_when_the_standby_does_not_fork(
+    spawner: Spawner, number: signal.Signals
+) -> None:
+    standby = waiting(spawner)
+    os.kill(standby, signal.SIGSTOP)
+    assert spawner.spawn(WORKERS[0], 5) is None and spawner.spawn(WORKERS[1], 8) is None
+    os.kill(standby, number)
+    now_ns = time.monotonic_ns()
+    if number == signal.SIGSTOP:
+        assert spawner.take_forked(now_ns) == ([], []), "it may only be late"
+        now_ns += FORK_NS
+    vain: list[tuple[str, int]] = []
+    until(lambda: vain.extend(spawner.take_forked(now_ns)[1]) or vain)
+    assert vain == [("worker-0", 5), ("worker-1", 8)]
+    assert not spawner.forks(WORKERS[0]), "no fork any more"
+    child = spawner.spawn(WORKERS[0], 5)
+    assert child is not None, "it starts as ever"
+    child.kill(signal.SIGKILL)
+    child.process.wait()
+    ended: list[tuple[str, int, str]] = []
+    until(lambda: ended.extend(spawner.ended_standbys()) or ended)
+    assert [(name, code) for name, code, _ in ended] == [("worker-next", -signal.SIGKILL)]
+    assert waiting(spawner) != standby
+    assert fork(spawner, WORKERS[0], 7).process.wait() == 7
+
+
+def test_a_fork_that_is_not_wanted_any_more_ends(spawner: Spawner) -> None:
+    standby = waiting(spawner)
+    assert spawner.spawn(WORKERS[0], 9) is None and spawner.spawn(WORKERS[1], 3) is None
+    assert not spawner.cancel("worker-0", 8) and spawner.cancel("worker-0", 9)
+    assert not spawner.cancel("worker-0", 9)
+    child = wait_forked(spawner)
+    assert (child.spec.name, child.process.wait()) == ("worker-1", 3)
+
+    def children() -> list[int]:
+        out = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return sorted(map(int, out.split()))
+
+    until(lambda: spawner.reap_orphans([]) or children() == [standby])
+
+
+def test_a_turn_that_comes_before_the_standby_is_ready_waits_for_it(spawner: Spawner) -> None:
+    spawner.prepare(WORKERS[0])
+    assert not spawner.forks(WORKERS[0])
+    assert fork(spawner, WORKERS[0], 6).process.wait() == 6
+
+
+def test_orders_of_a_standby_that_is_renewed_are_not_lost(spawner: Spawner) -> None:
+    standby = waiting(spawner)
+    os.kill(standby, signal.SIGSTOP)
+    assert spawner.spawn(WORKERS[0], 5) is None and spawner.spawn(WORKERS[1], 5) is None
+    assert spawner.forget_standbys(["worker-next"]) == {"worker-next"}
+    assert spawner.cancel("worker-1", 5), "as before"
+    assert spawner.take_forked(0) == ([], [("worker-0", 5)])
+
+
+def test_only_a_process_of_one_thread_forks(tmp_path: Path) -> None:
+    code = """
+import threading
+from pathlib import Path
+from phalanx.protocol.standby import await_turn
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+await_turn(Path())
+"""
+    run = [sys.executable, "-P", "-c", code]
+    tried = subprocess.run(run, check=False, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert tried.returncode == 1 and "2 threads run in a process that is to fork" in tried.stderr
 
 
 def open_files() -> int:
@@ -197,11 +302,11 @@ def open_files() -> int:
 
 
 @pytest.fixture
-def spawner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawner]:
+def sleeping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Spawner]:
     """What it starts reads nothing and does not end."""
 
     def sleep(self: Spawner, *arguments: object) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(["sleep", "300"], stdin=subprocess.PIPE)
+        return subprocess.Popen(["sleep", "300"], stdin=subprocess.DEVNULL)
 
     monkeypatch.setattr(Spawner, "_popen", sleep)
     read, write = os.pipe()
@@ -217,7 +322,7 @@ def sleeper(standby: str = "") -> ProcessSpec:
 
 
 def test_a_child_that_cannot_be_watched_is_not_left_running(
-    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+    sleeping: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No file is left for its pidfd: it would live untracked, beside the next incarnation."""
     pids: list[int] = []
@@ -229,11 +334,11 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(
     monkeypatch.setattr(os, "pidfd_open", no_more_files)
     before = open_files()
     with pytest.raises(OSError, match="Too many open files"):
-        spawner.spawn(sleeper(), 1)
+        sleeping.spawn(sleeper(), 1)
     assert open_files() == before
     (pid,) = pids
     until(lambda: state_of(pid) in ("Z", ""))
-    spawner.ended_standbys()
+    sleeping.ended_standbys()
     assert state_of(pid) == "", "reaped"
 
 
@@ -245,17 +350,19 @@ def state_of(pid: int) -> str:
 
 
 def test_a_standby_that_does_not_end_at_once_is_not_waited_for(
-    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+    sleeping: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sleeps in the kernel: the supervisor would look at nothing else meanwhile."""
-    spawner.prepare(sleeper("kvstore-next"))
-    (standby,) = spawner._standbys.values()
-    monkeypatch.setattr(standby.process, "kill", lambda: None)  # as long as the kernel keeps it
+    sleeping.prepare(sleeper("kvstore-next"))
+    (standby,) = sleeping._standbys.values()
+    monkeypatch.setattr(
+        standby.child.process, "kill", lambda: None
+    )  # as long as the kernel keeps it
     before = time.monotonic()
-    spawner.forget_standbys()
+    sleeping.forget_standbys(["kvstore-next"])
     assert time.monotonic() - before < 1
-    assert spawner.ended_standbys() == [] and state_of(standby.pid) not in ("Z", "")
-    os.kill(standby.pid, signal.SIGKILL)
-    until(lambda: state_of(standby.pid) == "Z")
-    spawner.ended_standbys()
-    assert state_of(standby.pid) == ""
+    assert sleeping.ended_standbys() == [] and state_of(standby.child.pid) not in ("Z", "")
+    os.kill(standby.child.pid, signal.SIGKILL)
+    until(lambda: state_of(standby.child.pid) == "Z")
+    sleeping.ended_standbys()
+    assert state_of(standby.child.pid) == ""

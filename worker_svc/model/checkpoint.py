@@ -54,7 +54,7 @@ class Weights:
         self.config: ModelConfig = checkpoint.config
         self.dequantize = dequantize
         self.token_map = torch.from_numpy(_token_map(checkpoint))  # int64 [vocab]
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._plain: dict[str, Tensor] = {}
         self._linears: dict[str, Tensor | None] = {}  # None: handed over by `take`
         self._slots: list[list[int]] = []
@@ -95,7 +95,7 @@ class Weights:
 
     def is_quantized(self, name: str) -> bool:
         """Whether the linear's input must go through Q8 first (stored as FP8 or FP4)."""
-        spec = self._checkpoint.specs.get(f"{name}.weight")
+        spec = self.checkpoint.specs.get(f"{name}.weight")
         return spec is not None and spec.dtype in ("F8_E4M3", "I8")
 
     def packed(self, name: str) -> tuple[Tensor, Tensor]:
@@ -180,7 +180,7 @@ class Weights:
 
     def adopt(self, held: Held) -> None:
         """Take what is read from now on from the same shards in memory."""
-        self._checkpoint.adopt(held)
+        self.checkpoint.adopt(held)
 
     def engram_place(self, layer: int) -> torch.device:
         """Where the ids of an Engram table's rows are wanted."""
@@ -192,8 +192,8 @@ class Weights:
         return gather_on_host(codes, scales, ids, CPU)
 
     def _mapped(self, name: str) -> Tensor:
-        spec = self._checkpoint.specs[name]
-        raw = torch.frombuffer(self._checkpoint.view(name), dtype=torch.uint8)
+        spec = self.checkpoint.specs[name]
+        raw = torch.frombuffer(self.checkpoint.view(name), dtype=torch.uint8)
         dtype = _DTYPES[spec.dtype]
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()  # a file may place tensors at any byte
@@ -201,7 +201,7 @@ class Weights:
 
     def _load_plain(self, name: str) -> int:
         """Load one tensor of the file; a scale comes with its weight. Returns the bytes read."""
-        spec = self._checkpoint.specs[name]
+        spec = self.checkpoint.specs[name]
         stem = name.removesuffix(".weight")
         if spec.dtype in ("BF16", "F32"):
             self._plain[stem] = self._mapped(name)
@@ -235,6 +235,7 @@ def load_checkpoint(
     held: Held | None = None,
     progress: Progress = lambda done, total: None,
     device: torch.device = CPU,
+    dense: Weights | None = None,
 ) -> Weights:
     """Load what one rank needs.
 
@@ -249,12 +250,13 @@ def load_checkpoint(
         held: Shards that are in memory already (`HostWeights`).
         progress: Called with (bytes read, bytes to read).
         device: A GPU holds everything as it is stored; `dequantize` must stay True.
+        dense: What `load_dense` gave for this checkpoint: it gets the experts, and is returned.
 
     Raises:
         ConfigError, CheckpointError: the checkpoint is unusable, or memory does not suffice.
         NoRoom: a GPU's memory would suffice if nobody else held some.
     """
-    checkpoint = Checkpoint(directory, held)
+    checkpoint = Checkpoint(directory, held) if dense is None else dense.checkpoint
     config = checkpoint.config
     slots = _all_experts(config) if expert_slots is None else expert_slots
     _check_slots(config, slots)
@@ -262,8 +264,8 @@ def load_checkpoint(
         _check_memory(checkpoint, slots, dequantize, memory_limit_bytes)
     else:
         _check_gpu_memory(checkpoint, slots, device, memory_limit_bytes)
-    weights = _weights(checkpoint, dequantize, device)
-    names = [name for name, spec in checkpoint.specs.items() if spec.part not in NOT_LOADED]
+    weights = _weights(checkpoint, dequantize, device) if dense is None else dense
+    names = _dense_names(checkpoint) if dense is None else []
     total = sum(checkpoint.specs[name].num_bytes for name in names)
     if dequantize:
         total += sum(len(layer) for layer in slots) * expert_bytes(config)
@@ -275,6 +277,19 @@ def load_checkpoint(
         done += weights._load_experts(layer, experts)
         progress(done, total)
     return weights
+
+
+def load_dense(directory: Path, held: Held) -> Weights:
+    """Load for a CPU what every rank needs: all but the experts. Raises as `load_checkpoint`."""
+    checkpoint = Checkpoint(directory, held)
+    weights = Weights(checkpoint, dequantize=True)
+    for name in _dense_names(checkpoint):
+        weights._load_plain(name)
+    return weights
+
+
+def _dense_names(checkpoint: Checkpoint) -> list[str]:
+    return [name for name, spec in checkpoint.specs.items() if spec.part not in NOT_LOADED]
 
 
 def _weights(checkpoint: Checkpoint, dequantize: bool, device: torch.device) -> Weights:
