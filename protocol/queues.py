@@ -22,7 +22,7 @@ from phalanx.protocol.arena import SHM, Arena, arena_name, names
 from phalanx.protocol.errors import ArenaError
 from phalanx.protocol.steps import read_rings
 
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 STEP_TIMES = 4096  # steps remembered
 _US_MAX = 2**32 - 1  # a node that was paused for more than an hour took longer
 REQUEST_ID_BYTES = 16  # the 32 hex digits of a request id
@@ -62,6 +62,7 @@ HEADER = np.dtype(
         ("total_blocks", "<i4"),  # block 0 left out, here and in free_blocks
         ("free_slots", "<i4"),
         ("total_slots", "<i4"),
+        ("stale_results", "<u8"),  # of plans that were not under way, dropped
         ("steps", "<u8"),  # steps done; the newest STEP_TIMES of them are in `done`
     ]
 )
@@ -167,6 +168,9 @@ class QueueTable:
         """The header's fields from `waiting` to `total_slots`, and the epoch."""
         _COUNTS.pack_into(self._bytes, _COUNTS_AT, *counts)
         self._epoch[0] = epoch
+
+    def note_stale(self) -> None:
+        self.header["stale_results"] += 1
 
     def note_step(self, done_ns: int, us: int, worker_us: int, rows: int, prompt_rows: int) -> None:
         """The fields of STEP."""
@@ -316,6 +320,7 @@ def _describe(table: QueueTable) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         rank[field] = int(header[field])
     times = table.step_times(STEPS_SHOWN)
     rank["steps"] = int(header["steps"])
+    rank["stale_results"] = int(header["stale_results"])
     for part in (50, 99):
         rank[f"step_us_p{part}"] = float(np.percentile(times, part)) if len(times) else None
     held = [

@@ -118,7 +118,6 @@ class Scheduler:
         self.sequences: dict[Key, Sequence] = {}  # live ones and ended ones not yet acknowledged
         self.flights: deque[Flight] = deque()
         self.store: Offload | None = None
-        self.stale_results = 0  # of plans that are not under way, dropped
         self.restorer: Restorer | None = None
         self._store_enabled = store_enabled
         self._store_calls = count(1)
@@ -556,7 +555,7 @@ class Scheduler:
 
     def _result(self, result: StepResult, now_ns: int) -> None:
         if not self.flights or self.flights[0].seq != result.seq:
-            self.stale_results += 1
+            self._columns.note_stale()
             return
         flight = self.flights.popleft()
         self.rank.seen = flight.seq

@@ -123,6 +123,11 @@ class _Node:
             for name in fields
         }
         steps = CounterMetricFamily("phalanx_scheduler_steps", "Steps done.", labels=["rank"])
+        stale = CounterMetricFamily(
+            "phalanx_scheduler_stale_results",
+            "Results of plans that were not under way, dropped.",
+            labels=["rank"],
+        )
         took = GaugeMetricFamily(
             "phalanx_scheduler_step_seconds",
             f"Quantiles of the newest {_STEPS} steps.",
@@ -139,6 +144,7 @@ class _Node:
             for name, gauge in gauges.items():
                 gauge.add_metric([seat], rank[name])
             steps.add_metric([seat], rank["steps"])
+            stale.add_metric([seat], rank["stale_results"])
             _, times = step_times(node, rank["slot"])
             if len(times):
                 newest = times[-_STEPS:]
@@ -151,7 +157,7 @@ class _Node:
                 if request["slot"] == rank["slot"] and request["state"] == "waiting"
             ]
             oldest.add_metric([seat], max(ages, default=0) / 1000)
-        yield from (*gauges.values(), steps, took, oldest)
+        yield from (*gauges.values(), steps, stale, took, oldest)
 
     def _gateway(self) -> Iterator[Metric]:
         stats = self._ask(CLIENT_SOCKET, Stats(1), ClientReply, StatsReply)

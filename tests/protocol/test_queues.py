@@ -93,6 +93,7 @@ def test_the_documented_fields(node: str) -> None:
         table.blocks[2], table.cached_tokens[2], table.preemptions[2] = 2, 0, 1
         for us in (10, 30, 20):
             table.note_step(0, us, 0, 1, 0)
+        table.note_stale()
         seen = read_queues(node)
         del table, header
     assert seen["ranks"] == [
@@ -107,6 +108,7 @@ def test_the_documented_fields(node: str) -> None:
             "free_slots": 3,
             "total_slots": 4,
             "steps": 3,
+            "stale_results": 1,
             "step_us_p50": 20.0,
             "step_us_p99": pytest.approx(29.8),
             "rings": [],

@@ -169,11 +169,11 @@ def test_results_of_other_plans_are_dropped() -> None:
     assert first is not None and story.plan is not None
     story.core.handle(result_of(first), story.now_ns)
     story.core.handle(StepResult(story.plan.seq + 1, aborted=True), story.now_ns)
-    assert story.core.stale_results == 2
+    assert story.columns.header[0]["stale_results"] == 2
     story.run()
     assert story.outputs(0) == story.expected(0, 20)
     story.core.handle(result_of(first), story.now_ns)
-    assert story.core.stale_results == 3
+    assert story.columns.header[0]["stale_results"] == 3
 
 
 def test_a_lost_worker_takes_its_sequences_along_but_not_the_ended_ones() -> None:
