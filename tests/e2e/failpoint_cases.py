@@ -1,6 +1,6 @@
 """Where a process is made to die, and what has to happen for it to get there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.protocol.failpoints import NAMES, kind_of
@@ -12,12 +12,12 @@ class Case:
     process: str  # that dies there
     fallen: str = ""  # that is killed first, so that the node comes to this point
     nth: int = 1
-    action: Literal["kill", "raise"] = "kill"
+    action: Literal["kill", "raise", "stop", "sleep"] = "kill"
     moves: bool = False  # experts move meanwhile
 
     def __str__(self) -> str:
         moment = f"{self.name}@{self.process}"
-        moment += "-raises" if self.action == "raise" else ""
+        moment += "" if self.action == "kill" else f"-{self.action}s"
         return moment + (f"-after-{self.fallen}" if self.fallen else "") + f"-{self.nth}"
 
 
@@ -101,6 +101,11 @@ RAISING = (
     Case("scheduler.commit.before", "scheduler-1", nth=20, action="raise"),
     Case("gateway.final.before_send", "gateway", action="raise"),
     Case("tokenizer.decode.before_answer", "tokenizer-0", nth=3, action="raise"),
+)
+# It is killed for it, by whoever waits for its signs of life; another thread that hangs is no such thing.
+HANGING = (
+    *(replace(case, action="stop") for case in CONTROL if not case.moves),
+    *(replace(case, action="sleep") for case in CONTROL if case.name in CHANGE),
 )
 RAISING_MODEL = (
     Case("kvstore.write.before", "kvstore", action="raise"),

@@ -14,6 +14,7 @@ from e2e.draws import seed_of_run
 from e2e.failpoint_cases import (
     CONTROL,
     ELSEWHERE,
+    HANGING,
     JOURNAL_RAISES,
     MODEL,
     MOVING,
@@ -27,6 +28,7 @@ from e2e.moving import mover, one_more_copy
 from e2e.node import wait_for
 from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.failpoints import NAMES
+from phalanx.protocol.limits import HANG_MS
 from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Spec
 from phalanx.testing.node import Node
@@ -41,7 +43,8 @@ def check(field: Field, case: Case) -> None:
     node = field.healthy_node(case.process, *filter(None, [case.fallen]))
     born = node.process(case.process)
     assert born is not None
-    node.failpoint(case.name, case.action, process=case.process, nth=case.nth)
+    ms = HANG_MS * 40 if case.action == "sleep" else 0
+    node.failpoint(case.name, case.action, process=case.process, nth=case.nth, ms=ms)
 
     def passed() -> bool:
         return node.came_up(case.process).get(case.name, 0) >= case.nth
@@ -89,6 +92,18 @@ def test_a_death_at_a_drawn_point_changes_nothing(control: Field, case: Case) ->
 
 @pytest.mark.parametrize("case", [JOURNAL_RAISES, random.Random(SEED).choice(RAISING)], ids=str)
 def test_a_bug_at_a_point_changes_nothing(control: Field, case: Case) -> None:
+    check(control, case)
+
+
+@pytest.mark.parametrize("case", [random.Random(SEED).choice(HANGING)], ids=str)
+def test_a_hang_at_a_point_changes_nothing(control: Field, case: Case) -> None:
+    """It neither dies nor goes on, and is killed for it."""
+    check(control, case)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", HANGING, ids=str)
+def test_a_hang_at_any_point_changes_nothing(control: Field, case: Case) -> None:
     check(control, case)
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 
 def test_stores_into_the_regions_of_an_old_epoch_change_no_token(phalanx_node: Node) -> None:
     """The receive regions of both ranks are kept mapped, as a dying peer has them, and overwritten without
-    end from the moment that the next epoch runs until the lost rank is back in its place."""
+    end from the moment that the survivor has acknowledged STOP until the lost rank is back in its place."""
     node, requests = phalanx_node, specs(24)
     fault_free = node.run(requests)
     board = Board.attach(node_name(node.run_dir))
@@ -32,12 +32,14 @@ def test_stores_into_the_regions_of_an_old_epoch_change_no_token(phalanx_node: N
     enough, rounds = threading.Event(), [0]
 
     def scribble() -> None:
-        while board.epoch == topology.epoch or board.epoch % 2:
-            enough.wait(0.0005)
-        while not enough.wait(0.05):
+        while board.seats[0].stop_ack <= topology.epoch and not enough.wait(0.0001):
+            pass
+        while True:
             for region in regions:
                 region.data[:] = os.urandom(4096) * (region.nbytes // 4096)
             rounds[0] += 1
+            if enough.wait(0.05 if rounds[0] > 10 else 0.0):
+                break
 
     thread = threading.Thread(target=scribble)
     thread.start()

@@ -30,6 +30,7 @@ from phalanx.scheduler_svc.restore import Restorer
 from phalanx.scheduler_svc.state import Chunk, Load, Sequence
 from phalanx.worker_svc.slots import Slots
 from sim import hash_worker
+from sim.scheduler_checks import Onlooker
 from sim.scheduler_world import Options, World
 
 Patch = pytest.MonkeyPatch
@@ -579,6 +580,21 @@ def test_a_region_without_a_generation_is_found(
     monkeypatch: Patch, record_property: Callable[[str, object], None]
 ) -> None:
     search(region_without_a_generation, 40, one_state, monkeypatch, record_property)
+
+
+def test_a_step_that_writes_what_is_free_is_found_by_that(monkeypatch: Patch) -> None:
+    """Not only by a wrong token, once somebody else has the block; nor by who looks at the scheduler's books."""
+    no_fence(monkeypatch)
+    monkeypatch.setattr(Onlooker, "check", lambda self: None)
+    found: list[str] = []
+    for seed in range(12):
+        try:
+            World(seed).run()
+        except (AssertionError, KeyError) as error:
+            found.append(str(error))
+            if "were written" in found[-1]:
+                return
+    raise AssertionError(found)
 
 
 def one_state(rng: Random) -> Options:

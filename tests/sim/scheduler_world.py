@@ -55,6 +55,7 @@ from sim.hash_worker import (
     fault_free,
     fault_free_scores,
 )
+from sim.poison import Poison
 from sim.scheduler_checks import Onlooker, check_clean
 from sim.scheduler_gateway import ModelGateway, Request
 
@@ -179,6 +180,7 @@ class RankUnderTest:
         self.core: Scheduler
         self.worker: HashWorker | None = None
         self.old_results: list[StepResult] = []
+        self.poison = Poison()
         self.start()
 
     def start(self) -> None:
@@ -231,12 +233,14 @@ class RankUnderTest:
         for event in events:
             self.onlooker.takes(event)
             self.core.handle(event, world.now_ns)
+            self.poison.look(self.core.rank.pool, self.worker)
         self.pump()
 
     def pump(self) -> None:
         """Let the core decide, carry it out, and look at what it did."""
         world, core = self.world, self.core
         actions = core.step(world.now_ns)
+        self.poison.look(core.rank.pool, self.worker)
         for message in actions.gateway:
             if isinstance(message, Tokens):
                 self.onlooker.said(message)
@@ -265,6 +269,7 @@ class RankUnderTest:
         if plan.restores and world.faulty and world.side.random() < UNREAD:
             worker.unread.add(plan.staging)  # from here on, for this plan and all that follow
         result = worker.run(plan, abandon=abandon)
+        self.poison.check(worker)
         result = msgspec.structs.replace(result, step_us=1000 + 50 * len(plan.token_ids) // 4)
         self.onlooker.done(plan.seq)
         again = self.old_results[-3:]

@@ -140,6 +140,10 @@ def test_a_newcomer_that_hangs_is_given_up_in_time() -> None:
     assert isinstance(failed, Error) and failed.code is Code.TIME_LIMIT
     assert "not ready in time: worker-1" in failed.message
     assert story.core.changes.told == "" and not story.core.reasons()
+    ask(story, Scale(9, 2, 60.0)).wait(100)
+    assert Spawn("worker-1", 3) in story.take(Spawn), "the next one is not refused, and begins anew"
+    story.ready("scheduler-1", "worker-1").acks(stop=5, seats=(0,)).acks(go=6, seats=(0, 1))
+    assert answer(story) == Scaled(9, 1, 2, (0, 1), 0.1)
 
 
 def test_other_numerics_do_not_join() -> None:

@@ -1,0 +1,50 @@
+"""A scheduler that dies again and again leaves nothing in shared memory: names and bytes stay what they were."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from e2e.field import specs
+from e2e.node import Node, wait_for
+from phalanx.protocol.arena import SHM
+
+pytestmark = pytest.mark.process
+DEATHS = 5
+
+
+def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(
+    start_node: Callable[..., Node],
+) -> None:
+    node = start_node(2, "--device", "null")
+    requests = specs(200)
+    fault_free = node.run(requests)
+
+    def kinds() -> list[str]:
+        return sorted(name.rsplit("-", 2)[1] for name in node.names())
+
+    def nbytes() -> int:
+        return sum((SHM / name).stat().st_size for name in node.names())
+
+    node.wait_healthy()
+    before, size, most = kinds(), nbytes(), [0]
+
+    def crash() -> None:
+        for _ in range(DEATHS):
+            found = node.process("scheduler-1")
+            assert found is not None
+            os.kill(found.pid, signal.SIGKILL)
+
+            def back(dead: int = found.pid) -> bool:
+                most[0] = max(most[0], len(node.names()))
+                now = node.process("scheduler-1")
+                return now is not None and now.pid != dead and now.state == "ready"
+
+            wait_for(back, 60, "another scheduler")
+
+    assert node.run(requests, crash) == fault_free
+    node.wait_healthy()
+    wait_for(lambda: kinds() == before, 20, "as many names as before")
+    assert nbytes() == size
+    assert most[0] <= len(before) + 4, "nor in between: the queue and the link of one that is gone"
