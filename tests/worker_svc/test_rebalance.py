@@ -16,7 +16,7 @@ from phalanx.worker_svc.rebalance import NotReady, Rebalance, unsuited
 from sim.rebalance_world import SimRank, Waits, World
 
 Patch = pytest.MonkeyPatch
-SEEDS = 30
+SEEDS = 15
 EPOCH = 4
 
 
