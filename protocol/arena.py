@@ -197,18 +197,8 @@ class Arena:
 
     def restore_name(self) -> bool:
         """Owner only: give it a name again when somebody has removed that. Returns whether that was so; raises
-        OSError when it cannot be done.
-
-        A file without any name gets none again (the kernel refuses), but a link that leads to our descriptor
-        serves: whoever attaches by the name follows it.
-        """
-        path = SHM / self.name
-        if _is_at(self._fd, path):
-            return False
-        if os.path.lexists(path):
-            path.unlink()  # of somebody who is gone, or a link to a descriptor that is
-        path.symlink_to(f"/proc/{os.getpid()}/fd/{self._fd}")
-        return True
+        OSError when it cannot be done."""
+        return restore_name(SHM / self.name, self._fd)
 
     def generation(self, region: int) -> int:
         return self._generations[region]
@@ -282,6 +272,21 @@ class Arena:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def restore_name(path: Path, fd: int) -> bool:
+    """Have the path lead to the open file again when somebody has removed it. Returns whether that was so.
+    Raises OSError.
+
+    A file without any name gets none again (the kernel refuses), but a link that leads to our descriptor
+    serves: whoever opens the path follows it.
+    """
+    if _is_at(fd, path):
+        return False
+    if os.path.lexists(path):
+        path.unlink()  # of somebody who is gone, or a link to a descriptor that is
+    path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+    return True
 
 
 def restore_names() -> list[tuple[str, str]]:

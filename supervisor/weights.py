@@ -14,7 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from phalanx.protocol.arena import SHM, arena_name
+from phalanx.protocol.arena import SHM, arena_name, restore_name
 from phalanx.protocol.log import Logger
 from phalanx.protocol.rundir import LOG_DIR
 from phalanx.supervisor.spawn import die_with
@@ -71,6 +71,7 @@ class WeightsKeeper:
     def look(self, now_ns: int) -> bool:
         """Note how the filling ended, once it has; begin anew when it is time. True when it has just been filled."""
         self._ending = [filler for filler in self._ending if filler.poll() is None]
+        self._keep_name()
         if self._filler is None:
             if self._again_ns and now_ns >= self._again_ns:
                 self.start()
@@ -103,6 +104,13 @@ class WeightsKeeper:
         if ticks != self._ticks:
             self._ticks, self._moved_ns = ticks, now_ns
         return now_ns - self._moved_ns > _STILL_NS
+
+    def _keep_name(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._fd >= 0 and restore_name(self._path, self._fd):
+                self._log.warning(
+                    "shared memory lost its name", name=self._path.name, error="restored"
+                )
 
     def _failed(self, reason: str, now_ns: int) -> None:
         self._drop()

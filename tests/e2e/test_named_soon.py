@@ -7,25 +7,34 @@ from collections.abc import Callable
 
 import pytest
 
+from e2e.field import Field
 from e2e.node import Node, wait_for
 
 pytestmark = [pytest.mark.process, pytest.mark.timed]
-KINDS = ("worker-1", "scheduler-0", "gateway", "tokenizer-0", "kvstore", "eplb", "http")
 
 
-@pytest.fixture(scope="module")
-def quick(start_node: Callable[..., Node]) -> Node:
-    return start_node(2, "--device", "null", "--http", 0)
+@pytest.mark.parametrize("name", ["worker-1", "gateway"])
+def test_a_stopped_process_is_named_within_a_second(control: Field, name: str) -> None:
+    check(control.healthy_node(), name)
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_stopped_process_is_named_within_a_second(quick: Node, name: str) -> None:
-    quick.wait_healthy()
-    found = quick.process(name)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["scheduler-0", "tokenizer-0", "kvstore", "eplb"])
+def test_any_stopped_process_is_named_within_a_second(control: Field, name: str) -> None:
+    check(control.healthy_node(), name)
+
+
+@pytest.mark.soak
+def test_a_stopped_http_server_is_named_within_a_second(start_node: Callable[..., Node]) -> None:
+    check(start_node(1, "--device", "null", "--http", 0), "http")
+
+
+def check(node: Node, name: str) -> None:
+    found = node.process(name)
     assert found is not None
 
     def told() -> bool:
-        return any(f"{name} gives no sign of life" in p.detail for p in quick.look().processes)
+        return any(f"{name} gives no sign of life" in p.detail for p in node.look().processes)
 
     os.kill(found.pid, signal.SIGSTOP)
     stopped = time.monotonic()
@@ -35,8 +44,6 @@ def test_a_stopped_process_is_named_within_a_second(quick: Node, name: str) -> N
     finally:
         os.kill(found.pid, signal.SIGCONT)
     assert named_s < 1
-    quick.wait_healthy()
-    now = quick.process(name)
-    assert now is not None and now.pid == found.pid, (
-        "it was not stopped for long enough to be killed"
-    )
+    node.wait_healthy()
+    now = node.process(name)
+    assert now is not None and now.pid == found.pid, "it was not stopped long enough to be killed"

@@ -2,24 +2,19 @@
 
 import os
 import signal
-from collections.abc import Callable
 
 import pytest
 
-from e2e.field import specs
-from e2e.node import Node, wait_for
+from e2e.field import Field
+from e2e.node import wait_for
 from phalanx.protocol.arena import SHM
 
 pytestmark = pytest.mark.process
-DEATHS = 5
+DEATHS = 3
 
 
-def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(
-    start_node: Callable[..., Node],
-) -> None:
-    node = start_node(2, "--device", "null")
-    requests = specs(200)
-    fault_free = node.run(requests)
+def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(control: Field) -> None:
+    node = control.healthy_node(*["scheduler-1"] * DEATHS)
 
     def kinds() -> list[str]:
         return sorted(name.rsplit("-", 2)[1] for name in node.names())
@@ -27,7 +22,6 @@ def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(
     def nbytes() -> int:
         return sum((SHM / name).stat().st_size for name in node.names())
 
-    node.wait_healthy()
     before, size, most = kinds(), nbytes(), [0]
 
     def crash() -> None:
@@ -43,7 +37,7 @@ def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(
 
             wait_for(back, 60, "another scheduler")
 
-    assert node.run(requests, crash) == fault_free
+    assert node.run(control.specs, crash) == control.fault_free
     node.wait_healthy()
     wait_for(lambda: kinds() == before, 20, "as many names as before")
     assert nbytes() == size

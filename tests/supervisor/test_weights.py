@@ -83,6 +83,17 @@ def test_a_filler_that_is_killed_is_told_and_tried_again(
     assert log.said[2] == {"event": "host weights are held", "bytes": 1}
 
 
+def test_a_copy_that_lost_its_name_is_found_by_it_again(
+    keeper: WeightsKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_FILLER", HELD)
+    keeper.start()
+    looks_until_it_is_over(keeper)
+    keeper._path.unlink()
+    keeper.look(time.monotonic_ns())
+    assert os.path.samestat(keeper._path.stat(), os.fstat(keeper._fd))
+
+
 def test_a_filler_that_hangs_is_ended(
     keeper: WeightsKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
