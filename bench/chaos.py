@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bench.chaos_faults import Fault, Schedule
+from phalanx.protocol.arena import names, owner_lives
 from phalanx.protocol.config import node_name
 from phalanx.protocol.errors import PhalanxError, Refused
 from phalanx.protocol.messages import (
@@ -237,7 +238,10 @@ class Chaos:
     async def _missing(self) -> str:
         if not (await self._status()).healthy:
             return "the node is not healthy"
-        found = read_queues(node_name(self._run_dir))
+        node = node_name(self._run_dir)
+        if left := [name for name in names(node) if not owner_lives(name)]:
+            return f"shared memory is left behind: {', '.join(left)}"
+        found = read_queues(node)
         if found["requests"]:
             return f"{len(found['requests'])} sequences still run"
         for rank in found["ranks"]:

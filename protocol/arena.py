@@ -394,6 +394,22 @@ def sweep_if_dead(node: str) -> list[str]:
         return [path.name for path in found]
 
 
+def owner_lives(name: str) -> bool:
+    """Whether somebody holds the owner's lock of that arena; one that nobody owns is left behind."""
+    try:
+        fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
 def names(node: str) -> list[str]:
     """Every arena name of the node that exists now."""
     return [path.name for path in _paths(node)]

@@ -6,8 +6,6 @@ copy, so `phalanx queues` shows the truth even of a scheduler that is stopped. A
 header tells a reader that it saw a moment between two steps.
 """
 
-import fcntl
-import os
 import re
 import time
 from collections.abc import Collection
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.protocol.arena import SHM, Arena, arena_name, names
+from phalanx.protocol.arena import Arena, arena_name, names, owner_lives
 from phalanx.protocol.errors import ArenaError
 from phalanx.protocol.steps import read_rings
 
@@ -274,24 +272,9 @@ def _live_arenas(node: str, seats: Collection[int] | None = None) -> list[str]:
         if (match := pattern.fullmatch(name)) is None:
             continue
         seat, incarnation = int(match[1]), int(match[2])
-        if (seats is None or seat in seats) and _owner_lives(name):
+        if (seats is None or seat in seats) and owner_lives(name):
             latest[seat] = max(incarnation, latest.get(seat, 0))
     return [queue_arena_name(node, seat, latest[seat]) for seat in sorted(latest)]
-
-
-def _owner_lives(name: str) -> bool:
-    try:
-        fd = os.open(SHM / name, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(fd)
 
 
 def _consistent_copy(data: memoryview) -> bytes:

@@ -1,15 +1,20 @@
 """`phalanx chaos`: what it calls wrong, what its schedule keeps to, and a short run of it."""
 
+import asyncio
+import fcntl
 import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.bench.chaos import Chaos, Gap, Outcome, difference, longest
 from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Fault, Schedule
+from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.config import node_name
 
 NAMES = ["gateway", "kvstore", "scheduler-0", "scheduler-1", "tokenizer-0", "worker-0", "worker-1"]
 
@@ -60,6 +65,20 @@ def test_a_run_that_compared_nothing_is_not_ok() -> None:
     chaos._wanted[0, 0] = Outcome([1], "a", ["stop"])
     chaos._compare(0, "id", [Outcome([1], "a", ["stop"])], False)
     assert chaos._report("")["ok"] and not chaos._report("2 sequences still run")["ok"]
+
+
+def test_shared_memory_that_is_left_behind_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def status(chaos: Chaos) -> SimpleNamespace:
+        return SimpleNamespace(healthy=True)
+
+    monkeypatch.setattr(Chaos, "_status", status)
+    chaos = Chaos(tmp_path, 1, 1, print)
+    with Arena.create(arena_name(node_name(tmp_path), "kv0", 1), 4096) as arena:
+        assert asyncio.run(chaos._missing()) == ""
+        fcntl.flock(arena._fd, fcntl.LOCK_UN)  # as if its owner had died
+        assert asyncio.run(chaos._missing()) == f"shared memory is left behind: {arena.name}"
 
 
 def test_of_a_long_gap_it_tells_the_faults() -> None:

@@ -80,6 +80,7 @@ def test_sweep_takes_only_what_nobody_owns(node: str) -> None:
         with pytest.raises(ArenaError, match="belongs to a live process"):
             Arena.create(dead, 4096)
         kill(first)
+        assert [arenas.owner_lives(name) for name in (dead, alive)] == [False, True]
         assert sweep(node) == [dead]
         assert arenas.names(node) == [alive]
     finally:
