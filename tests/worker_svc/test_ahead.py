@@ -11,7 +11,8 @@ from worker_svc.test_host_weights import TINY, assert_equal, held
 from phalanx.protocol.arena import SHM, arena_name
 from phalanx.protocol.config import NodeConfig, WorkerConfig
 from phalanx.supervisor.processes import ProcessSpec
-from phalanx.worker_svc.model.checkpoint import load_checkpoint, load_dense
+from phalanx.worker_svc import ahead
+from phalanx.worker_svc.model.checkpoint import Weights, load_checkpoint, load_dense
 
 SLOTS = [[5, 2, 7]] * 10 + [[], []]
 
@@ -58,6 +59,24 @@ def test_experts_are_added_to_what_was_loaded_without(run_dir: Path) -> None:
     whole = load_checkpoint(TINY, SLOTS, dense=dense)
     assert whole is dense and [whole.slots(layer) for layer in (0, 9, 10)] == [(5, 2, 7)] * 2 + [()]
     assert_equal(whole, load_checkpoint(TINY, SLOTS))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_steps_are_rehearsed_before_the_turn_comes(
+    run_dir: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsed: list[Weights] = []
+    monkeypatch.setattr(ahead, "rehearse", rehearsed.append)
+    monkeypatch.setattr(ahead, "check_invariance", lambda: None)
+    worker = WorkerConfig(threads=threads)
+    config = NodeConfig(run_dir=str(run_dir), model_dir=str(TINY), worker=worker)
+    held(config.node)
+    try:
+        made = ahead.make_ahead(config)
+    finally:
+        (SHM / arena_name(config.node, "weights", 0)).unlink()
+    assert made.dense is not None
+    assert [weights.slots(0) for weights in rehearsed] == [(0,)] * (threads == 1)
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.soak), 2])
