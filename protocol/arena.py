@@ -35,6 +35,7 @@ _HEADER = struct.Struct(
 _MAGIC = struct.Struct("<I")
 _GENERATIONS_AT = 128
 GENERATIONS_MAX = (HEADER_BYTES - _GENERATIONS_AT) // 4
+TOKENS = "tokens"  # kind of the gateway's token log: what a dead one left is for its successor
 KEEP_FREE_BYTES = 16 << 20  # for arenas without which a rank that lives could not go on
 _TO_OWNER = re.compile(r"/proc/\d+/fd/\d+")
 _owned: "weakref.WeakSet[Arena]" = weakref.WeakSet()  # of this process
@@ -361,10 +362,12 @@ def _remove_if_it_leads_nowhere(path: Path) -> bool:
     return True
 
 
-def sweep(node: str, keep: frozenset[str] = frozenset()) -> list[str]:
-    """Remove the node's arenas whose owner is gone. Returns their names."""
+def sweep(node: str, keep: str = "") -> list[str]:
+    """Remove the node's arenas whose owner is gone, but none of the kind `keep`. Returns their names."""
     return [
-        path.name for path in _paths(node) if path.name not in keep and _remove_if_abandoned(path)
+        path.name
+        for path in _paths(node)
+        if kind_of(path.name) != keep and _remove_if_abandoned(path)
     ]
 
 
@@ -413,6 +416,11 @@ def owner_lives(name: str) -> bool:
 def names(node: str) -> list[str]:
     """Every arena name of the node that exists now."""
     return [path.name for path in _paths(node)]
+
+
+def kind_of(name: str) -> str:
+    """KIND of `arena_name`."""
+    return name.split("-")[-2]
 
 
 def _paths(node: str) -> list[Path]:

@@ -56,6 +56,8 @@ NAMES = {
     "gateway.submit.before_send": "a sequence is about to go to a scheduler",
     "gateway.resume.before_send": "a sequence with outputs is about to move to another rank",
     "gateway.resume.after_send": "it was sent",
+    "gateway.tokens.before_write": "tokens have come that its successor would not find in the token log",
+    "gateway.tokens.after_write": "it would find them; nothing that follows from them was sent",
     "gateway.final.before_write": "a sequence has ended, the journal does not have it",
     "gateway.final.before_send": "a final is about to go to its client",
     "gateway.final.after_send": "it was sent",

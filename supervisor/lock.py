@@ -107,7 +107,8 @@ def clean(run_dir: Path) -> list[str]:
     for path in run_dir.glob("*.sock"):
         path.unlink(missing_ok=True)
     (run_dir / FAILED_FILE).unlink(missing_ok=True)
-    return arena.sweep(node_name(run_dir)) + arena.sweep_if_dead(run_dir.name)
+    swept = arena.sweep(node_name(run_dir), keep=arena.TOKENS)
+    return swept + arena.sweep_if_dead(run_dir.name)
 
 
 def holders(run_dir: Path) -> list[int]:

@@ -163,7 +163,8 @@ def _save(config: NodeConfig) -> None:
 
 def _check_name_free(config: NodeConfig) -> None:
     """Two containers may share /dev/shm and have a run directory each at the same path."""
-    if alive := arena.names(config.node):  # what was abandoned has just been swept
+    # What was abandoned has just been swept, but for what the last gateway left to the next one.
+    if alive := [n for n in arena.names(config.node) if arena.kind_of(n) != arena.TOKENS]:
         raise NodeBusy(
             f"a node of another run directory at the path {config.run_dir} is running (shared memory"
             f" {alive[0]} is in use), in another container: choose another --run-dir"
@@ -523,7 +524,7 @@ class Node:
             self._log.error("cannot save the configuration", ranks=ranks, error=str(error))
 
     def _sweep(self) -> None:
-        if swept := arena.sweep(self._config.node):
+        if swept := arena.sweep(self._config.node, keep=arena.TOKENS):
             self._log.info("swept shared memory", names=swept)
 
     def _tell(self, event: Tell) -> None:

@@ -21,7 +21,7 @@ from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
 from phalanx.services.client_core import ClientCore
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
-from phalanx.services.gateway.entries import Accept, Produced, Recovered, Scored
+from phalanx.services.gateway.entries import Accept, Note, Produced, Recovered, Scored
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.seats import Seat
@@ -442,6 +442,29 @@ def who_comes_back_is_not_placed_again(patch: Patch) -> None:
             right(self, stream, resumed)
 
     patch.setattr(Placement, "enqueue", enqueue)
+
+
+@planted(seeds=40, first=100)
+def a_token_too_few_is_left_to_the_successor(patch: Patch) -> None:
+    """No stream changes by it: what was delivered is made again."""
+    right = Core.take_notes
+
+    def take(self: Core) -> list[Note]:
+        notes = right(self)
+        return notes[:-1] if notes and isinstance(notes[-1], Produced) else notes
+
+    patch.setattr(Core, "take_notes", take)
+
+
+@planted(seeds=40, first=100)
+def a_token_too_many_is_left_to_the_successor(patch: Patch) -> None:
+    right = Stream.recall
+
+    def recall(self: Stream, produced: Sequence[Produced], scored: Sequence[Scored] = ()) -> None:
+        right(self, produced, scored)
+        self.tokens += self.tokens[-1:]
+
+    patch.setattr(Stream, "recall", recall)
 
 
 @planted(seeds=40)

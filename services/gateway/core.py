@@ -8,7 +8,7 @@ forgotten. `docs/gateway.md` tells the story with its reasons.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -61,6 +61,7 @@ from phalanx.services.gateway.entries import (
     Entry,
     Finish,
     Forget,
+    Note,
     Op,
     Recovered,
     Stamp,
@@ -69,6 +70,7 @@ from phalanx.services.gateway.history import History, Past, check_comparable
 from phalanx.services.gateway.kept import Kept
 from phalanx.services.gateway.ledger import Ledger
 from phalanx.services.gateway.placement import Placement, ids_of
+from phalanx.services.gateway.recovery import Recovery, nowhere
 from phalanx.services.gateway.replays import Replays, Run
 from phalanx.services.gateway.scrub import Scrubber, bits_of, probe_of
 from phalanx.services.gateway.streams import End, Request, Stream
@@ -76,10 +78,9 @@ from phalanx.services.gateway.texts import EncodeJob, Texts
 
 MS = 1_000_000
 TICK_NS = 100 * MS  # how often timers are looked at
-# How long a restarted gateway waits for the schedulers to say what they run.
-RECOVER_NS = 3_000 * MS
 REWRITE_NS = 1_000 * MS  # between two times that all of a lost journal is written again
 ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
+DELIVERED_NS = 10_000 * MS  # what was told this long ago is not on its way to its reader any more
 # Services answer to whichever gateway is there: what the last one asked is no answer to this one.
 CALLS_PER_LIFE = 1 << 40
 
@@ -132,8 +133,9 @@ class Core:
         self._requests: dict[str, Request] = {}
         self._abort_calls: dict[str, list[tuple[bytes, int]]] = {}  # to be answered when durable
         self._hellos: dict[str, int] = {}  # newest incarnation of each service
-        self._recovering: dict[int, Stream] = {}  # not yet known whether a scheduler runs them
-        self._recover_by_ns = now_ns + RECOVER_NS
+        self._recovery = Recovery(self._placement.seats, now_ns)
+        self._fresh: dict[int, Stream] = {}  # with something for the token log
+        self._stamps: list[Note] = []  # likewise
         self._fingerprint = ""
         self._epoch = 0
         self._health = HealthUpdate(False, 0, ("the node is starting",))
@@ -152,7 +154,7 @@ class Core:
         if now_ns >= self._tick_at_ns:
             self._tick_at_ns = now_ns + TICK_NS
             self._tick(now_ns)
-        if self._recovering:
+        if self._recovery:
             self._end_recovery(now_ns)
         self._placement.dispatch(now_ns)
         for stream in self._placement.take_fallen():
@@ -170,6 +172,28 @@ class Core:
     def take_ops(self) -> tuple[int, list[Op]]:
         """Changes for the journal and the number of the last one, to be told to `on_journal`."""
         return self._ledger.take()
+
+    def take_notes(self) -> list[Note]:
+        """News for the token log, to be written before anything is sent that follows from it: with it the
+        next gateway goes on where this one was. Where the journal has the tokens there are none."""
+        notes: list[Note] = [*self._stamps, *self._placement.take_placed()]
+        self._stamps.clear()
+        for stream in self._fresh.values():
+            notes += stream.note()
+        self._fresh.clear()
+        return [] if self._settings.logged else notes
+
+    def all_notes(self) -> Iterator[Note]:
+        """What a new token log begins with: all but what was delivered a while ago."""
+        if self._settings.logged:
+            return
+        yield Stamp(self._fingerprint)
+        for request in self._requests.values():
+            delivered_ns = request.delivered_ns
+            late = delivered_ns is not None and self._tick_at_ns - delivered_ns > DELIVERED_NS
+            if not late or request.being_read:
+                for stream in request.streams:
+                    yield from stream.note_all()
 
     def deliver(self, send: Send, now_ns: int) -> None:
         """Feed the clients with whatever they take."""
@@ -452,7 +476,9 @@ class Core:
         if topology.fingerprint and topology.fingerprint != self._fingerprint:
             self._fingerprint = topology.fingerprint
             self._ledger.add(Stamp(topology.fingerprint))
+            self._stamps.append(Stamp(topology.fingerprint))
         self._placement.on_topology(topology)
+        self._recovery.heard()
 
     def on_health(self, update: HealthUpdate) -> None:
         self._health = update
@@ -493,11 +519,12 @@ class Core:
 
     def _on_list(self, peer: bytes, message: SequenceList, now_ns: int) -> None:
         adopted = self._placement.on_list(
-            peer, message, self._find, lambda stream: stream.number in self._recovering, now_ns
+            peer, message, self._find, lambda stream: stream in self._recovery, now_ns
         )
         for stream in adopted:
-            del self._recovering[stream.number]
+            self._recovery.discard(stream)
             self._produced(stream, now_ns)
+        self._recovery.heard()
 
     def _find(self, request_id: str, index: int) -> Stream | None:
         request = self._requests.get(request_id)
@@ -520,7 +547,9 @@ class Core:
 
     def _note(self, stream: Stream) -> None:
         """Where a stream could not be made again, its tokens are told once they are on disk."""
-        if stream.logged is not None and (fresh := stream.note()):
+        if stream.logged is None:
+            self._fresh[stream.number] = stream
+        elif fresh := stream.note():
             for op in fresh:
                 self._ledger.add(op)
             self._ledger.wait(Noted(stream, stream.noted, stream.scores_noted))
@@ -580,7 +609,7 @@ class Core:
 
     def _ended(self, stream: Stream, now_ns: int) -> None:
         assert stream.final is not None
-        self._recovering.pop(stream.number, None)
+        self._recovery.discard(stream)
         request = self._requests[stream.request_id]
         self._note(stream)
         if stream.final is not stream.recorded:
@@ -622,9 +651,12 @@ class Core:
                 self._tell_from_log(request, stream, final)
                 continue
             stream.recorded, stream.final = final, None
-            stream.clear()
+            stream.unshow()
             stream.sampling = msgspec.structs.replace(stream.sampling, max_tokens=final.offset)
-            self._recovering[stream.number] = stream  # it may be of other numerics
+            if stream.scored and len(stream.tokens) >= final.offset > 0:
+                self._texts.decode(stream)  # the token log had all of it
+            else:
+                self._recovery.add_unplaced(stream)
 
     def _tell_from_log(self, request: Request, stream: Stream, final: Final) -> None:
         """Nothing is made again here: the text of the tokens in the log is."""
@@ -800,9 +832,13 @@ class Core:
             if self._settings.logged:
                 stream.recover(one.produced, one.scored if stream.index == 0 else ())
                 stream.end_logged = stream.final is not None
+            else:
+                stream.recall(one.produced, one.scored if stream.index == 0 else ())
+                if one.placed is not None:
+                    stream.placed = one.placed.get(stream.index, nowhere(stream))
             if stream.final is None:
                 self._sequences += 1
-                self._recovering[stream.number] = stream
+                self._recovery.add(stream)
                 self._texts.decode(stream)  # what the log has of it
             else:
                 self._admission.sequence_ended()
@@ -811,13 +847,11 @@ class Core:
 
     def _end_recovery(self, now_ns: int) -> None:
         """What no scheduler runs any more is run anew: the same tokens, by construction."""
-        if now_ns < self._recover_by_ns and not self._placement.seats.all_told():
-            return
-        for stream in list(self._recovering.values()):
+        for stream in self._recovery.free(now_ns):
             told = stream.entry.fingerprint
             if told and not self._fingerprint:
                 continue  # nothing runs yet that could tell whether the tokens would be the same
-            del self._recovering[stream.number]
+            self._recovery.discard(stream)
             if told in ("", self._fingerprint) and stream.entry.model == self._model.name:
                 self._placement.enqueue(stream, resumed=True)
             else:
@@ -832,6 +866,10 @@ class Core:
 
     def _tick(self, now_ns: int) -> None:
         self._placement.tick(now_ns)
+        for seat in self._placement.seats.unheard():
+            # Whoever knew another gateway introduces itself; else an idle one would not for a second.
+            peer = b"scheduler-%d#%d" % (seat.number, seat.incarnation)
+            self._to_bus(peer, Welcome(self._settings.incarnation))
         self._rewrite(now_ns)
         self._log_again()
         self._texts.tick(now_ns)

@@ -41,8 +41,9 @@ class Finish(msgspec.Struct, frozen=True):
     final: Final
 
 
-class Produced(msgspec.Struct, frozen=True):
-    """Tokens `offset ...` of a sequence, on nodes where they could not be made again the same."""
+class Produced(msgspec.Struct, frozen=True, array_like=True, tag="p"):
+    """Tokens `offset ...` of a sequence: for the journal of nodes where they could not be made again the
+    same, and elsewhere for the token log."""
 
     request_id: str
     index: int
@@ -51,8 +52,8 @@ class Produced(msgspec.Struct, frozen=True):
     logprobs: bytes = b""  # msgpack of one TokenLogprobs a token; empty: not asked for
 
 
-class Scored(msgspec.Struct, frozen=True):
-    """Log-probabilities of the prompt, records `first ...`, on such nodes as well."""
+class Scored(msgspec.Struct, frozen=True, array_like=True, tag="s"):
+    """Log-probabilities of the prompt, records `first ...`, likewise."""
 
     request_id: str
     first: int
@@ -68,11 +69,24 @@ class Fell(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="a"):
+    """The scheduler, and the worker of it, that a sequence is given to: as long as both live they have it.
+
+    For the token log alone. Seat -1: nobody has it.
+    """
+
+    request_id: str
+    index: int
+    seat: int
+    scheduler: int  # incarnations; 0: not known
+    worker: int
+
+
 class Forget(msgspec.Struct, frozen=True):
     request_id: str
 
 
-class Stamp(msgspec.Struct, frozen=True):
+class Stamp(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The fingerprint became known: it is that of every entry accepted without one."""
 
     fingerprint: str
@@ -83,6 +97,7 @@ class Alive(msgspec.Struct, frozen=True):
 
 
 Op = Accept | Again | Produced | Scored | Finish | Fell | Forget | Stamp | Alive
+Note = Produced | Scored | Placed | Stamp  # for the token log
 
 
 @dataclass(frozen=True)
@@ -94,3 +109,4 @@ class Recovered:
     produced: tuple[Produced, ...] = ()  # by index, then offset; the same token may come twice
     scored: tuple[Scored, ...] = ()  # by first record, likewise
     falls: tuple[Fell, ...] = ()
+    placed: dict[int, Placed] | None = None  # None: there is no token log

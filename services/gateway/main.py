@@ -47,6 +47,7 @@ from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Accept, Finish, Recovered
 from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow
 from phalanx.services.gateway.overseer import LOOK_NS, Overseer
+from phalanx.services.gateway.token_log import TokenLog, recall
 from phalanx.services.model_limits import read_model
 
 MS = 1_000_000
@@ -65,7 +66,12 @@ class Gateway:
         recovered = load(journal, service)
         if recovered:
             service.log.info("requests taken over from the journal", requests=len(recovered))
-        self._core = Core(settings_of(service), recovered, time.monotonic_ns())
+        settings = settings_of(service)
+        self._tokens = TokenLog(config.node, service.log)
+        if not settings.logged and (notes := self._tokens.read()) is not None:
+            recovered = recall(recovered, notes)
+        self._core = Core(settings, recovered, time.monotonic_ns())
+        self._write_tokens(time.monotonic_ns())
         self._topology_version = 0
         self._drain_until_ns: int | None = None
         self._end_ns: int | None = None
@@ -176,6 +182,7 @@ class Gateway:
         self._look_at_journal(now_ns)
         self._look_at_supervisor(now_ns)
         self._core.turn(now_ns)
+        self._write_tokens(now_ns)
         for peer, message in self._core.take_bus():
             if isinstance(message, Submit):
                 moved = message.resumed
@@ -184,6 +191,7 @@ class Gateway:
                     request_id=message.request_id,
                     index=message.index,
                     attempt=message.attempt,
+                    tokens=len(message.outputs) // 4,
                     to=peer.decode(errors="replace"),
                 )
                 failpoint("gateway.resume.before_send" if moved else "gateway.submit.before_send")
@@ -204,6 +212,14 @@ class Gateway:
         # A remainder below a millisecond is waited for too: zero would spin.
         return self._core.wait_ns(now_ns) // MS + 1
 
+    def _write_tokens(self, now_ns: int) -> None:
+        notes = self._core.take_notes()
+        if notes:
+            failpoint("gateway.tokens.before_write")
+        self._tokens.write(notes, self._core.all_notes, now_ns)
+        if notes:
+            failpoint("gateway.tokens.after_write")
+
     def drained(self, now_ns: int) -> bool:
         """Told to end: whether everyone has got what is due to him, or has had his time."""
         if self._hand_over_until_ns is not None:
@@ -219,6 +235,7 @@ class Gateway:
 
     def close(self) -> None:
         self._writer.close()
+        self._tokens.close(keep=self._hand_over_until_ns is not None)
         sockets = [self.clients, self.bus, self.journal, self._waker, self._service.supervisor]
         close_all(sockets, LAST_WORDS_NS // MS)
 

@@ -30,6 +30,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from phalanx.protocol.topology import Topology
+from phalanx.services.gateway.entries import Placed
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.seats import Seat, Seats
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Place, Stream
@@ -80,6 +81,7 @@ class Placement:
         self._ended: list[Stream] = []
         self._suspects = Suspects()
         self._fallen: list[Stream] = []
+        self._placed: list[Placed] = []  # since they were taken last
         self._newest = ("", -1)  # (request id, seat) of the sequence placed last
         self._last_call = first_call
 
@@ -266,6 +268,7 @@ class Placement:
         shared = stream.num_prompt_blocks if self._follows(stream, seat.number) else 0
         self._moves.placed(stream, stream.place, seat, max(1, stream.num_blocks - shared), now_ns)
         self._calls[self._last_call] = stream
+        self._note_place(stream, seat)
         self._send_submit(stream, seat)
 
     def _send_submit(self, stream: Stream, seat: Seat) -> None:
@@ -293,6 +296,24 @@ class Placement:
         )
         seat.streams[stream.number] = stream
         stream.seat = seat.number
+        self._note_place(stream, seat)
+
+    def _note_place(self, stream: Stream, seat: Seat) -> None:
+        worker = seat.load.worker_incarnation if seat.load is not None else 0
+        stream.placed = Placed(
+            stream.request_id,
+            stream.index,
+            seat.number,
+            seat.incarnation,
+            worker or seat.worker_incarnation,
+        )
+        if not stream.silent:
+            self._placed.append(stream.placed)
+
+    def take_placed(self) -> list[Placed]:
+        """Who was given what since the last call."""
+        taken, self._placed = self._placed, []
+        return taken
 
     def release(self, stream: Stream, reason: FinishReason | None = None) -> None:
         """The stream is over. With a `reason` its scheduler is told to end it as well."""

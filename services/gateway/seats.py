@@ -7,6 +7,7 @@ import msgspec
 
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import SeatLoad
+from phalanx.services.gateway.entries import Placed
 from phalanx.services.gateway.streams import Stream
 
 
@@ -107,6 +108,21 @@ class Seats:
 
     def all_told(self) -> bool:
         return bool(self.by_number) and all(seat.has_told for seat in self.by_number.values())
+
+    def may_have(self, placed: Placed) -> bool:
+        """Whether the scheduler that was given a sequence may still have it, and has not told what it has."""
+        if placed.seat < 0:
+            return False
+        seat = self.by_number.get(placed.seat)
+        if seat is None:
+            return True  # nobody has told of it yet
+        other = seat.worker_incarnation not in (0, placed.worker) and placed.worker > 0
+        gone = seat.incarnation > placed.scheduler or other or not seat.member or seat.vacant
+        return not (gone or seat.listed)
+
+    def unheard(self) -> list[Seat]:
+        """The topology tells of their schedulers, which have not said a word to this gateway."""
+        return [s for s in self.by_number.values() if s.incarnation and not s.peer and not s.vacant]
 
     def usable(self, now_ns: int) -> list[int]:
         """The numbers of those that take sequences."""

@@ -7,6 +7,7 @@ begin again at any token offset and says exactly the same.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 
 import msgspec
 
@@ -28,9 +29,10 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.protocol.seeds import derive_seed
-from phalanx.services.gateway.entries import Entry, Fell, Produced, Scored
+from phalanx.services.gateway.entries import Entry, Fell, Note, Placed, Produced, Scored
 from phalanx.services.gateway.stops import StopScanner
 
+_ID = Struct("=i").pack
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
 PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
@@ -97,8 +99,9 @@ class Stream:
         # how many are on disk (None: not such a node), how many on their way there, and the end.
         # The same for the log-probabilities of the prompt.
         self.logged: int | None = None
-        self.noted = self.scores_logged = self.scores_noted = 0
+        self.scores_logged = 0
         self.end_logged = False
+        self.placed: Placed | None = None  # who was given it last, maybe by an earlier gateway
         self.final: Final | None = None
         self.recorded: Final | None = None  # ended in an earlier life: run again only up to it
         self.clear()
@@ -108,6 +111,11 @@ class Stream:
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.scores = bytearray()  # records of prompt log-probabilities
+        self.noted = self.scores_noted = 0  # of these, what was given to a log
+        self.unshow()
+
+    def unshow(self) -> None:
+        """Forget the text of its tokens, and that it ended."""
         self.end: End | None = None
         self.cached_tokens = 0
         self.shown: list[str] = []  # text each token released, as far as decoded
@@ -254,32 +262,52 @@ class Stream:
     def note(self) -> list[Produced | Scored]:
         """What is not on its way to the log yet. Scores come first: tokens are not told without them."""
         fresh: list[Produced | Scored] = []
-        first, self.scores_noted = self.scores_noted, self.num_scores
-        if first < self.scores_noted:
-            assert self.sampling.prompt_logprobs is not None
-            begin = first * record_bytes(self.sampling.prompt_logprobs)
-            fresh.append(Scored(self.request_id, first, bytes(self.scores[begin:])))
+        rid, sampling = self.entry.request_id, self.sampling
+        if sampling.prompt_logprobs is not None:
+            first, self.scores_noted = self.scores_noted, self.num_scores
+            if first < self.scores_noted:
+                begin = first * record_bytes(sampling.prompt_logprobs)
+                fresh.append(Scored(rid, first, bytes(self.scores[begin:])))
         start, self.noted = self.noted, len(self.tokens)
         if start < self.noted:
             logprobs = b""
-            if self.sampling.logprobs is not None:
+            if sampling.logprobs is not None:
                 logprobs = msgspec.msgpack.encode(self.logprobs[start : self.noted])
-            ids = array("i", self.tokens[start:]).tobytes()
-            fresh.append(Produced(self.request_id, self.index, start, ids, logprobs))
+            one = start + 1 == self.noted  # each token of each stream comes by here
+            ids = _ID(self.tokens[-1]) if one else array("i", self.tokens[start:]).tobytes()
+            fresh.append(Produced(rid, self.index, start, ids, logprobs))
         return fresh
 
+    def note_all(self) -> list[Note]:
+        """All that a log should have of it."""
+        self.noted = self.scores_noted = 0
+        placed: list[Note] = [self.placed] if self.placed is not None else []
+        return [*placed, *self.note()]
+
     def recover(self, produced: Sequence[Produced], scored: Sequence[Scored] = ()) -> None:
-        """Take what the log has of it."""
+        """Take what the journal has of it."""
         for scores in scored:
             self._take_records(scores.first, scores.records)
         self.scores_logged = self.scores_noted = self.num_scores
+        self._take_pieces(produced)
+        self.logged = self.noted
+
+    def recall(self, produced: Sequence[Produced], scored: Sequence[Scored] = ()) -> None:
+        """Take what the token log has of it; the rest is made again."""
+        for scores in scored:
+            self._take_records(scores.first, scores.records)
+        self.scores_noted = self.num_scores
+        if self.scored:
+            self._take_pieces(produced)
+
+    def _take_pieces(self, produced: Sequence[Produced]) -> None:
         for piece in produced:
             if piece.index == self.index and piece.offset <= len(self.tokens):
                 new = len(self.tokens) - piece.offset
                 self.tokens += memoryview(piece.token_ids).cast("i").tolist()[new:]
                 if piece.logprobs:
                     self.logprobs += _LOGPROBS.decode(piece.logprobs)[new:]
-        self.logged = self.noted = len(self.tokens)
+        self.noted = len(self.tokens)
 
     def fits(self, outputs: Sequence[int]) -> bool:
         """Whether a scheduler that has these outputs continues what the log has."""

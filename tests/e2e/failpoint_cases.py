@@ -75,6 +75,8 @@ CONTROL = (
             "final.after_send",
         )
     ),
+    Case("gateway.tokens.before_write", "gateway", nth=20),
+    Case("gateway.tokens.after_write", "gateway", nth=20),
     Case("gateway.resume.before_send", "gateway", "worker-1"),
     Case("gateway.resume.after_send", "gateway", "worker-1"),
     Case("tokenizer.encode.before_answer", "tokenizer-0"),

@@ -31,6 +31,7 @@ from phalanx.protocol.messages import (
     Hello,
     Ping,
     PromptLogprobs,
+    Submit,
     Tokens,
     Welcome,
 )
@@ -68,6 +69,7 @@ from sim.gateway_fakes import (
     logprob_at,
     score_at,
 )
+from sim.token_memory import TokenMemory
 
 MS = 1_000_000
 MODEL = ModelLimits("sim", VOCAB, 4096, EOS)
@@ -191,6 +193,7 @@ class World:
         # In some runs a scheduler refuses arrivals before it has all that the gateway would give it.
         self._queue = 1 if seed % 3 == 1 else 100
         self.disk = Disk()
+        self.memory = TokenMemory(seed)
         self.gateway: Core | None = None
         self.gateway_incarnation = 0
         self._writing: list[tuple[int, list[Op]]] = []  # under way to the disk
@@ -241,13 +244,19 @@ class World:
             draw=self.rng.getrandbits,
             logged=self._inexact,
         )
-        self.gateway = self._core_type(settings, self.disk.recovered(), self.now)
+        recovered = self.disk.recovered()
+        if not self._inexact:
+            recovered = self.memory.recovered(recovered)
+        self.gateway = self._core_type(settings, recovered, self.now)
+        self.memory.begin(self.gateway)
         self.told.clear()
         self.gateway.on_health(HealthUpdate(True, self.topology.epoch, ()))
         self.gateway.on_topology(self.topology, self.now)
         self._turn_later(self.gateway, 0)
 
     def kill_gateway(self) -> None:
+        assert self.gateway is not None
+        self.memory.killed(self.gateway, self.now)
         self.gateway = None
         if self.rng.random() < 0.5 and not self.disk.full:
             # The disk got what was on its way all the same, and nobody was told.
@@ -261,7 +270,10 @@ class World:
         if gateway is None or self.gateway is not gateway:
             return
         gateway.turn(self.now)
+        self.memory.write(gateway)
         for peer, message in gateway.take_bus():
+            if isinstance(message, Submit) and not self._inexact:
+                self.memory.check(message)
             if not self._to_peer(peer, message):
                 gateway.on_unroutable(peer, message, self.now)
         number, ops = gateway.take_ops()
@@ -527,6 +539,7 @@ class World:
             assert message.request_id in self.disk.entries, "accepted what is not on disk"
             self.told[identity, message.request_id] = [False] * message.n
         elif isinstance(message, Delta | Final):
+            self.memory.handed(message)
             told = self.told[identity, message.request_id]
             assert not told[message.index], "said something after the final"
             if isinstance(message, Final):
@@ -582,6 +595,7 @@ class World:
     def _lose_everything(self) -> None:
         """The whole node at once, as by a loss of power; it starts again by itself."""
         self._restart_gateway()
+        self.memory.lose()
         for seat in [s for s, scheduler in self.schedulers.items() if scheduler is not None]:
             self.kill_scheduler(seat)
         for name in [n for n, known in self.tokenizers.items() if known is not None]:
@@ -658,7 +672,7 @@ def check_nothing_left(world: World) -> None:
     gateway = world.gateway
     assert gateway is not None and gateway.idle and not world._writing
     admission = gateway._admission
-    assert not admission.pending and not admission._by_call and not gateway._recovering
+    assert not admission.pending and not admission._by_call and not gateway._recovery
     assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._abort_calls
     for seat in gateway._placement.seats.by_number.values():
         assert not seat.streams and not seat.handles

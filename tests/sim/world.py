@@ -44,6 +44,7 @@ from sim.clock import Clock
 from sim.gateway_fakes import Expected
 from sim.gateway_world import Disk
 from sim.hash_worker import MAX_MODEL_LEN
+from sim.token_memory import TokenMemory
 from sim.world_body import MS
 from sim.world_checks import what_is_left
 from sim.world_clients import Ask, Reading, SimClient, note_keys, random_ask
@@ -74,6 +75,7 @@ class World:
         self.faulty = True
         self.faults_end_ns = self.now_ns + self.shape.faults_ns
         self.disk, self.disk_was_full = Disk(), False
+        self.memory = TokenMemory(seed)
         self.keyed: dict[bytes, Any] = {}
         self.stored: dict[bytes, Any] = {}  # what the KV store has, also after a restart
         self.steps = self.lives = self.flips = 0
@@ -110,6 +112,8 @@ class World:
         assert self.node is not None
         if not self.node.gone:
             self.node.supervisor_dies()
+            if self.lives % 2:  # with the machine
+                self.memory.lose()
             self.clock.after(self.rng.randint(50, 3000) * MS, self._start_node)
 
     def node_ended(self, node: Node, finished: Finished) -> None:
@@ -161,6 +165,7 @@ class World:
         if self.shape.logged and isinstance(message, Delta | Final | PromptLogprobs):
             assert self.disk.has(message), f"told what is not on disk: {message}"
         if isinstance(message, Delta | Final):
+            self.memory.handed(message)
             told = self.told[identity, message.request_id]
             assert not told[message.index], "said something after the final"
             ask = self.asks[message.request_id]

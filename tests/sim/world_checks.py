@@ -116,7 +116,7 @@ def what_is_left(body: "GatewayBody") -> str:
         "clients to feed": not gateway.idle,
         "journal writes": not body.journal.idle,
         "pending requests": admission.pending or admission._by_call,
-        "sequences to recover": gateway._recovering,
+        "sequences to recover": gateway._recovery,
         "open sequences": admission.sequences or admission.nbytes,
         "abort calls": gateway._abort_calls,
         "replays": not gateway._replays.idle,

@@ -1,5 +1,6 @@
 """What goes wrong in a run, and when."""
 
+import random
 from typing import TYPE_CHECKING
 
 from phalanx.supervisor.events import ShutdownAsked
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 CHAIN_NS = 400 * MS  # a fault during the recovery from another comes within this time
 WAIT_NS = 300 * MS
+TOGETHER_NS = 100 * MS  # what falls with the gateway does so within this time
 
 
 class Faults:
@@ -33,6 +35,10 @@ class Faults:
         for client in list(world.clients):
             if self.rng.random() < 0.3:
                 world.clock.after(self.rng.randrange(shape.faults_ns), self._stall(client))
+        self._own = random.Random(world.seed)  # other draws than those of all other faults
+        if world.seed % 3 == 2:
+            for _ in range(self._own.randint(1, 2)):
+                world.clock.after(self._own.randrange(shape.faults_ns), lambda: self._double(20))
 
     def _strike_at(self, delay_ns: int, patience: int) -> None:
         self.world.clock.after(delay_ns, lambda: self._strike(patience))
@@ -52,6 +58,25 @@ class Faults:
             self._hit(node, child, kind)
         if self.rng.random() < world.shape.chains:
             self._strike_at(self.rng.randrange(CHAIN_NS), 0)
+
+    def _double(self, patience: int) -> None:
+        """The gateway falls together with a rank's scheduler, its worker or both."""
+        world, node, rng = self.world, self.world.node, self._own
+        if not world.faulty or node is None or node.gone:
+            return
+        if patience and not any(s.core.live for s in node.schedulers()):
+            world.clock.after(rng.randrange(WAIT_NS), lambda: self._double(patience - 1))
+            return
+        seat = rng.choice(sorted(node.core.workers))
+        names = [f"scheduler-{seat}", f"worker-{seat}"]
+        for name in ["gateway", *rng.sample(names, rng.randint(1, 2))]:
+            world.clock.after(rng.randrange(TOGETHER_NS), lambda name=name: self._fell(name))  # type: ignore[misc]
+
+    def _fell(self, name: str) -> None:
+        node = self.world.node
+        child = node.children.get(name) if node is not None and not node.gone else None
+        if node is not None and child is not None and child.alive:
+            self._hit(node, child, "workers")
 
     def _victims(self, node: "Node", kind: str) -> list[Child]:
         rng = self.rng

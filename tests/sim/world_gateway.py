@@ -8,6 +8,7 @@ from phalanx.protocol.messages import (
     Drain,
     HandOver,
     HealthUpdate,
+    Submit,
 )
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.entries import Accept, Finish, Op, Produced
@@ -106,7 +107,11 @@ class GatewayBody(Body):
             scrub_every_s=world.shape.scrub_every_s,
             logged=world.shape.logged,
         )
-        self.core = world.make_gateway(settings, world.disk.recovered(), self.now_ns)
+        recovered = world.disk.recovered()
+        if not world.shape.logged:
+            recovered = world.memory.recovered(recovered)
+        self.core = world.make_gateway(settings, recovered, self.now_ns)
+        world.memory.begin(self.core)
         self.journal = JournalThread(self, world.disk)
         self._topology_version = 0
         self._drain_until_ns: int | None = None
@@ -137,13 +142,18 @@ class GatewayBody(Body):
                     self.core.on_journal(number, failure, self.now_ns)
         self._tick()
         if self._told_to_end and self._drained():
+            if self._hand_over_until_ns is None:
+                self.world.memory.lose()
             self.node.leave(self.child)
             return
         self.wake(self.core.wait_ns(self.now_ns) + MS)
 
     def _tick(self) -> None:
         self.core.turn(self.now_ns)
+        self.world.memory.write(self.core)
         for peer, message in self.core.take_bus():
+            if isinstance(message, Submit) and not self.world.shape.logged:
+                self.world.memory.check(message)
             if not self.node.to_service(peer, message):
                 self.core.on_unroutable(peer, message, self.now_ns)
         number, ops = self.core.take_ops()
@@ -162,6 +172,9 @@ class GatewayBody(Body):
             self._topology_version = self.node.topology_version
             assert self.node.topology is not None
             self.core.on_topology(self.node.topology, self.now_ns)
+
+    def died(self) -> None:
+        self.world.memory.killed(self.core, self.now_ns)
 
     # ------------------------------------------------------------ a clean end
 

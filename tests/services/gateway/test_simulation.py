@@ -13,6 +13,7 @@ from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Spec
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
+from phalanx.services.gateway.entries import Note, Produced, Scored
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.streams import Request, Stream
 from phalanx.services.gateway.texts import Texts
@@ -256,6 +257,27 @@ def _client_never_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ClientCore, "_repeat", lambda self, flow, now_ns: None)
 
 
+def _a_token_too_few_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stream changes by it: what was delivered is made again."""
+    original = Core.take_notes
+
+    def take(self: Core) -> list[Note]:
+        notes = original(self)
+        return notes[:-1] if notes and isinstance(notes[-1], Produced) else notes
+
+    monkeypatch.setattr(Core, "take_notes", take)
+
+
+def _a_token_too_many_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Stream.recall
+
+    def recall(self: Stream, produced: Sequence[Produced], scored: Sequence[Scored] = ()) -> None:
+        original(self, produced, scored)
+        self.tokens += self.tokens[-1:]
+
+    monkeypatch.setattr(Stream, "recall", recall)
+
+
 PLANTED = [
     _no_fence,
     _gaps_ignored,
@@ -276,6 +298,8 @@ PLANTED = [
     _prompt_skipped_on_attach,
     _scores_begin_anywhere,
     _client_never_repeats,
+    _a_token_too_few_is_noted,
+    _a_token_too_many_is_noted,
 ]
 # The seed that found it when last looked for: it spares every run the search.
 RARE = {_attempts_start_anew: 244}
