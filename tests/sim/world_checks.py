@@ -67,6 +67,9 @@ class WorldChecks(Checks):
         survivors = [body for body in bodies if body is not None and body.epoch]
         if topology.epoch != self.running_epoch + 2 or node.least_room:
             return  # another GO came between, or they may be dealt anew
+        before, now = {seat for seat, _ in self.running}, set(topology.members())
+        if len(before - now) > 1 or now - before:
+            return  # one loss, or join, is worked out after the other: the next may undo it
         placement = msgspec.msgpack.decode(topology.placement, type=Placement)
         kept = {(layer, expert) for b in survivors for layer, _, expert in b.places(b.placement)}
         for body in survivors:
