@@ -146,7 +146,8 @@ class Soak:
                 self._pytest("-v", *options, *until, f"@{chosen}")
 
     def _pytest(self, *arguments: str) -> None:
-        self._run("-m", "pytest", "--record", str(self._record), *arguments)
+        # One word each: pytest looks for its settings beside every word that is the path of a file.
+        self._run("-m", "pytest", f"--rootdir={ROOT}", f"--record={self._record}", *arguments)
 
     def _has_time(self) -> bool:
         return not self._ends or time.time() < self._ends

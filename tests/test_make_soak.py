@@ -12,7 +12,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from sim.sweep import Outcome, command, outcomes
-from soak import Found
+from soak import Found, Soak
 
 TESTS = """
 import os, signal, pytest
@@ -128,3 +128,11 @@ def test_what_would_begin_too_late_is_left(tmp_path: Path) -> None:
     found = run_tests(tmp_path, "--until", "5")
     assert {row["outcome"] for row in found.tests.values()} == {"left"}
     assert len(found.due(timed=False)) == 6 and not found.failed() and found.left(("tests",))
+
+
+def test_a_record_may_lie_anywhere(tmp_path: Path) -> None:
+    """pytest takes the folder of an argument that is a file for the project's, which has no such tests."""
+    record = tmp_path / "record"
+    record.touch()
+    Soak(record, 1, 0.0, (1, 1))._pytest("-q", "-q", "--collect-only", __file__)
+    assert len(Found(record).timed) == 5
