@@ -75,8 +75,9 @@ class Search:
         self._free = np.full(ranks, layout.size) if limits is None else limits.free.copy()
         self._closed = np.zeros(layout.shape, bool) if limits is None else limits.closed
         mean = float(counts.sum()) / ranks
-        self._move, self._single = (0.0, 0.0) if limits is None else (
-            limits.move * mean, limits.single * mean)  # fmt: skip
+        self._move = self._single = 0.0
+        if limits is not None:
+            self._move, self._single = limits.move * mean, limits.single * mean
         self._refresh()
 
     def _refresh(self) -> None:

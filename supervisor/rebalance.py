@@ -94,8 +94,9 @@ class Rebalances:
         if self._answer is not None and self._answer[0].same(asked):
             return [self._answer[1]]  # the answer was lost
         request, core = asked.request, self._core
-        code, why, proposed = self._judge(asked)
-        if proposed is None:
+        proposed = self._judge(asked)
+        if not isinstance(proposed, Placement):
+            code, why = proposed
             return [
                 Tell("plan refused", text=why),
                 Reply(asked.peer, Error(request.call, code, why)),
@@ -109,32 +110,32 @@ class Rebalances:
         proposal = Proposal(core.group.epoch, msgspec.msgpack.encode(placement))
         return [Tell("rebalance", text=text), Propose(proposal, tuple(core.group.members))]
 
-    def _judge(self, asked: RebalanceAsked) -> tuple[Code, str, Placement | None]:
-        """Why it cannot be proposed now, or the placement."""
+    def _judge(self, asked: RebalanceAsked) -> Placement | tuple[Code, str]:
+        """The placement, or why it cannot be proposed now."""
         core, request = self._core, asked.request
         if not core.serving:
-            return Code.SHUTDOWN, "the node is stopping", None
+            return Code.SHUTDOWN, "the node is stopping"
         if self.now is not None:
-            return Code.NOT_READY, f"another plan is being applied ({self.told})", None
+            return Code.NOT_READY, f"another plan is being applied ({self.told})"
         if core.group.phase is not GroupPhase.RUNNING or core.changes.told:
             text = core.changes.told or "the group is changing"
-            return Code.NOT_READY, f"{text}: ask when that is over", None
+            return Code.NOT_READY, f"{text}: ask when that is over"
         if request.epoch != core.group.epoch:
             text = (
                 f"the plan is for epoch {request.epoch}, the group is in epoch {core.group.epoch}"
             )
-            return Code.NOT_READY, text, None
+            return Code.NOT_READY, text
         try:
             proposed = msgspec.msgpack.decode(request.placement, type=Placement)
         except msgspec.MsgspecError as error:
-            return Code.BAD_REQUEST, f"no placement: {error}", None
+            return Code.BAD_REQUEST, f"no placement: {error}"
         running = core.placements.current
         if running is None:
-            return Code.NOT_READY, "no placement runs", None
+            return Code.NOT_READY, "no placement runs"
         room = {s.seat: s.expert_slots for s in core.group.seats if s.expert_slots}
         slots = {seat: min(n, room.get(seat, n)) for seat, n in asked.slots if n}
         text = objection(running, proposed, {**room, **slots})
-        return (Code.BAD_REQUEST, text, None) if text else (Code.INTERNAL, "", proposed)
+        return (Code.BAD_REQUEST, text) if text else proposed
 
     # ------------------------------------------------------------ watching
 
@@ -218,8 +219,8 @@ class Rebalances:
 
     def _end(self, outcome: str, change: Rebalancing, now_ns: int) -> list[Action]:
         self.now = None
-        request, version, applied = change.asked.request, change.placement.version, (
-            outcome == "applied")  # fmt: skip
+        request, version = change.asked.request, change.placement.version
+        applied = outcome == "applied"
         copied_ns = change.copied_ns
         record = RebalanceRecord(
             *(version, request.epoch, outcome, change.why, change.moved),
