@@ -137,6 +137,7 @@ class TokenLog:
             act()
         except OSError as error:
             self.close(keep=False)  # half of it would help nobody, and others need the room
+            self._forget_old()
             self._again_ns = now_ns + AGAIN_NS
             if not self._failing:
                 self._log.warning(
@@ -149,20 +150,24 @@ class TokenLog:
 
     def _begin(self, notes: Iterable[Note]) -> None:
         self._last += 1
-        path = SHM / arena_name(self._node, TOKENS, self._last)
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        before, self._old = [*self._old, *([self._path] if self._fd >= 0 else [])], []
         if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._path, self._size = fd, path, 0
+            self._old.append(self._path)
+            self.close(keep=True)
+        self._path = SHM / arena_name(self._node, TOKENS, self._last)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        self._fd, self._size = os.open(self._path, flags, 0o600), 0
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for part in beginning(notes):
             _check_room(len(part))
             self._add(part)
         self._size_max = max(2 * self._size, self._size + GROWTH_BYTES)
-        for old in before:
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        for path in self._old:
             with contextlib.suppress(OSError):
-                old.unlink()
+                path.unlink()
+        self._old.clear()
 
     def _add(self, data: bytes) -> None:
         done = os.write(self._fd, data)
