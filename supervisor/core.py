@@ -299,6 +299,7 @@ class SupervisorCore:
         note = f" (after {process.policy.roomless} starts in vain: {process.lacks})"
         note = note if process.lacks else ""
         process.policy.roomless, process.lacks = 0, ""
+        process.policy.ready_ns = now_ns
         actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
         if spec.kind == "worker" and self._supervising:
             fingerprint, expected = event.fingerprint, self._expected_fingerprint(spec.seat)

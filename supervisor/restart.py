@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from phalanx.protocol.limits import (
     RESTART_DELAY_MS,
     RESTART_DELAY_MS_MAX,
+    RESTART_SERVED_MS,
     RESTART_WINDOW_MS,
     RESTARTS_MAX,
     ROOM_DELAY_MS,
@@ -16,12 +17,14 @@ _MS = 1_000_000
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """The first restart in a while is immediate: recovery is a matter of milliseconds. Each further one
-    within the window waits twice as long, and after RESTARTS_MAX of them an essential process is given
-    up; one that the node can do without is tried for ever, at the longest delay."""
+    """The first restart in a while is immediate, and so is that of a process that has served for some seconds:
+    recovery is a matter of milliseconds. Each further one within the window waits twice as long, and after
+    RESTARTS_MAX of all of them an essential process is given up; one that the node can do without is tried for
+    ever, at the longest delay."""
 
     gives_up: bool = True
     deaths_ns: list[int] = field(default_factory=list[int])
+    ready_ns: int = 0  # since when it serves; 0: it does not
     roomless: int = 0  # starts in a row for which shared memory had no room
 
     def room_delay_ns(self) -> int:
@@ -35,9 +38,11 @@ class RestartPolicy:
         window_ns = RESTART_WINDOW_MS * _MS
         self.deaths_ns = [at for at in self.deaths_ns if at > now_ns - window_ns] + [now_ns]
         earlier = len(self.deaths_ns) - 1
+        served = self.ready_ns > 0 and now_ns - self.ready_ns >= RESTART_SERVED_MS * _MS
+        self.ready_ns = 0
         if earlier >= RESTARTS_MAX and self.gives_up:
             return None
-        if earlier == 0:
+        if earlier == 0 or served:
             return 0
         doublings = min(earlier - 1, RESTARTS_MAX)
         return min(RESTART_DELAY_MS << doublings, RESTART_DELAY_MS_MAX) * _MS

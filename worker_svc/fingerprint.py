@@ -6,11 +6,18 @@ journal or a cached block of another fingerprint is never continued.
 
 import hashlib
 import json
+from functools import cache
 from importlib.metadata import version
 
 import torch
 
 from phalanx.worker_svc.model.truncation import OFF, Truncation
+
+
+@cache
+def engine_version() -> str:
+    """Looked for in the file system, which takes some ms."""
+    return version("phalanx-serve")
 
 
 def numerics_fingerprint(
@@ -20,7 +27,7 @@ def numerics_fingerprint(
     truncation; and `kernels`, on a GPU what runs there (`kernels.registry.label`)."""
     facts = {
         "weights": weights,
-        "engine": version("phalanx-serve"),
+        "engine": engine_version(),
         "torch": torch.__version__,
         "device": device,
         "isa": torch.backends.cpu.get_cpu_capability(),

@@ -44,7 +44,9 @@ def prepare(config: NodeConfig) -> Serve:
 def _ahead(config: NodeConfig) -> "Ahead":
     importlib.import_module("phalanx.worker_svc.backend")
     from phalanx.worker_svc.ahead import make_ahead
+    from phalanx.worker_svc.fingerprint import engine_version
 
+    engine_version()
     return make_ahead(config)
 
 

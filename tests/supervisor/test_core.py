@@ -15,6 +15,7 @@ from phalanx.protocol.limits import (
     GO_ACK_MS,
     HANG_MS,
     KILL_GRACE_MS,
+    RESTART_SERVED_MS,
     RESTARTS_MAX,
     START_DEADLINE_MS,
     STARVED_MS_MAX,
@@ -389,6 +390,24 @@ def test_restarts_back_off_and_end_in_giving_up() -> None:
     story.dies("tokenizer-0", code=70)
     assert story.core.code == ExitCode.GAVE_UP
     assert story.core.failed.startswith("tokenizer-0 died 9 times within a minute")
+
+
+def test_who_has_served_for_a_while_is_started_again_at_once_however_often() -> None:
+    """Until it is given up; a start that fails after these waits as long as if they had failed, too."""
+    story = running()
+    delays: list[float] = []
+    for number in range(RESTARTS_MAX):
+        process = story.core.processes["tokenizer-0"]
+        died_ns, before = story.now_ns, process.incarnation
+        story.dies("tokenizer-0")
+        while process.incarnation == before:
+            story.wait(100)
+        delays.append((story.now_ns - died_ns) / MS)
+        if number != 3:
+            story.ready("tokenizer-0").wait(RESTART_SERVED_MS - 200 * (number == 2))
+    assert delays == [0, 0, 0, 400, 800, 0, 0, 0]
+    story.dies("tokenizer-0")
+    assert story.core.code == ExitCode.GAVE_UP
 
 
 NO_SPACE = "no room: /dev/shm has 3 MiB free, arena x needs 9 MiB"
