@@ -69,9 +69,9 @@ from phalanx.scheduler_svc.stops import finished_already
 
 _NO_ROWS = TokenRows()
 PROMPT_ROWS_MIN = 16
-MOVED_STEP_US = (
-    50_000  # a step with rows of moved sequences takes this long, or twice as long as usual
-)
+# A step with rows of moved sequences takes this long, or twice as long as usual if that is more, but not so much more
+# than usual that streams of the ranks that live notice: there may be such rows at each of these ranks.
+MOVED_STEP_US, MOVED_LONGER_US = 50_000, 45_000
 SETTLING_NS = 10_000_000_000  # so long after a change of the group all prompts come in such steps
 MOVED_ROWS = (
     128  # that they get in their first step; as long as they use them up, twice as many in the next
@@ -379,8 +379,9 @@ class Scheduler:
 
     def _on_membership(self, membership: Membership, now_ns: int) -> None:
         # What came back when the group stopped may be planned already when it is told who goes on.
+        # And what is under way and does not come back was not stopped for it: nobody has waited.
         changed = membership.epoch != self._membership.epoch
-        self._resumes |= changed and not self._first_plan
+        self._resumes |= changed and not self._first_plan and not self.flights
         if changed and self._membership.epoch:
             self._settling_until_ns = now_ns + SETTLING_NS
         self._membership = membership
@@ -522,7 +523,8 @@ class Scheduler:
             # From steps of a few rows each it is not known well what many rows cost.
             most = min(most, self._moved_rows)
             usual_us = self._cost.predict_us(max(rows, 1), decoders.context(rank))
-            target_us = max(MOVED_STEP_US, 2 * usual_us) if self._cost.known else 0.0
+            longer_us = usual_us + min(usual_us, MOVED_LONGER_US)
+            target_us = max(MOVED_STEP_US, longer_us) if self._cost.known else 0.0
         if not target_us:
             return most
         least = min(most, PROMPT_ROWS_MIN)

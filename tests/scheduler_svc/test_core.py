@@ -323,6 +323,20 @@ def test_the_second_step_after_a_stop_is_not_planned_ahead() -> None:
     assert [flight.num_rows for flight in story.core.flights] == [101, 2], "ahead again"
 
 
+def test_a_change_that_ends_no_step_changes_no_plan() -> None:
+    """A rank joined. What is planned ahead is run, and so is what follows."""
+    story = Ahead()
+    story.submit(1, 10, max_tokens=30)
+    story.step(3)
+    story.event(Membership(4, True))
+    story.submit(2, 100, resumed=True, max_tokens=5)
+    assert [flight.num_rows for flight in story.core.flights] == [1, 1]
+    story.finish()
+    assert [flight.num_rows for flight in story.core.flights] == [1, 101]
+    story.finish()
+    assert [flight.num_rows for flight in story.core.flights] == [101, 2]
+
+
 def test_after_a_stop_nobody_waits_where_nobody_runs() -> None:
     story = Story()
     story.event(Membership(4, True))

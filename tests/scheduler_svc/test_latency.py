@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from phalanx.protocol.config import SchedulerConfig
-from phalanx.scheduler_svc.core import MOVED_STEP_US
+from phalanx.scheduler_svc.core import MOVED_LONGER_US, MOVED_STEP_US
 from phalanx.scheduler_svc.prefill import OVERTAKEN_MAX
+from sim import paced_worker
 from sim.paced_worker import CONTEXT_US, MS, ROW_US, STEP_US, Paced
 
 STREAMS = 16
@@ -84,6 +85,23 @@ def test_those_that_moved_here_do_not_stall_those_that_were_here(resumed: bool) 
     else:
         assert max(gaps) > 8000 * ROW_US / 1000
     assert all(len(world.served[100 + number].tokens_ns) == 5 for number in range(4))
+
+
+def test_where_steps_are_slow_those_that_moved_make_them_little_slower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of 70 ms does not become one of 140: with other ranks' rows in it, and a step that was abandoned
+    before, streams would stand still for longer than 100 ms."""
+    monkeypatch.setattr(paced_worker, "STEP_US", 70_000.0)
+    monkeypatch.setattr(paced_worker, "ROW_US", 500.0)
+    world = Paced(SchedulerConfig(max_num_batched_tokens=8192))
+    for number in range(4):
+        world.arrive(0, number, 50, 400)
+    world.arrive(4 * SECOND, 100, 800, 5, resumed=True)
+    world.run(10 * SECOND)
+    gaps = [np.diff(world.served[number].tokens_ns).max() / MS for number in range(4)]
+    assert 100 < max(gaps) < 70 + 1.2 * MOVED_LONGER_US / 1000
+    assert world.served[100].ttft_ms < 2000
 
 
 def fallen(arrivals: int, moved: int) -> Paced:
