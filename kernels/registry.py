@@ -113,12 +113,12 @@ class Operation(Generic[Params, Result]):
         return _interpreted or not _why_no_kernels(_capability())
 
     def _choose(self) -> Callable[Params, Result]:
-        self._on_gpu = self.reference
+        chosen = self.reference
         if self.kernel is not None and self.has_kernel():
             module, function = self.kernel.split(":")
-            found = getattr(importlib.import_module(f"phalanx.kernels.triton.{module}"), function)
-            self._on_gpu = found
-        return self._on_gpu
+            chosen = getattr(importlib.import_module(f"phalanx.kernels.triton.{module}"), function)
+        self._on_gpu = chosen  # at last: another thread may call meanwhile
+        return chosen
 
     def choice(self, capability: tuple[int, int]) -> Choice:
         """What runs on a GPU of this compute capability."""
