@@ -62,7 +62,7 @@ def run(
     Args:
         blocks: of each rank's pool; 0: plenty.
         victims: `kinds of processes`, which take turns.
-        how: `recovery_fault.SIGNALS`.
+        how: `recovery_fault.SIGNALS`, or `RESTART`.
         noise: one rank is one ulp off (`worker_svc/model/noise.py`).
         sizes: of prompts and outputs.
     """

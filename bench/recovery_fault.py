@@ -15,12 +15,19 @@ import numpy.typing as npt
 from phalanx.bench.recovery_cpu import CpuWatch, Use
 from phalanx.bench.recovery_watch import Change, EpochWatch
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.messages import ProcessStatus, StatusQuery, StatusReply
+from phalanx.protocol.messages import (
+    ProcessStatus,
+    Restart,
+    Restarted,
+    StatusQuery,
+    StatusReply,
+)
 from phalanx.protocol.queues import read_queues, steps_done
 from phalanx.supervisor.ask import ask
 from phalanx.supervisor.processes import process_table
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+RESTART = "restart"  # the third way: a planned one, by the supervisor
 _DEADLINE_S = 120.0
 _POLL_S = 0.005
 _AFTER_S = 0.5  # streams go on in the whole node
@@ -76,7 +83,7 @@ def strike(
         moved = {name for name, seat in before.items() if seat == spec.seat}
         used = max(1 - r["free_blocks"] / max(r["total_blocks"], 1) for r in queues["ranks"])
         struck_ns = time.monotonic_ns()
-        os.kill(victim.pid, SIGNALS[how])
+        asked = _hit(config.run_path, victim, how)
         deadline, died_ns = time.monotonic() + _DEADLINE_S, 0
         while (ready := watch.ready(spec.index)) <= victim.incarnation or (
             watch.members() < config.ranks
@@ -85,19 +92,32 @@ def strike(
                 died_ns = time.monotonic_ns()
             if time.monotonic() > deadline or over.is_set():
                 run_dir = config.run_path
-                text = f"{victim.name} got {SIGNALS[how].name}; {_DEADLINE_S:g} s later"
+                text = f"{victim.name}: {how}; {_DEADLINE_S:g} s later"
                 said = f"incarnation {ready}, {watch.members()} of {config.ranks} ranks run"
                 raise RuntimeError(f"{text}: {said}; {_state(run_dir)}")
             time.sleep(_POLL_S)
         whole_ns = time.monotonic_ns()
         after = _seats(read_queues(config.node))
         died_ns = died_ns or whole_ns
+        if asked is not None:
+            asked.join()
         over.wait(_AFTER_S)
         changes = watch.changes(struck_ns)
         steps = steps_done(config.node)
     whole_ns = changes[-1].even_ns if changes else whole_ns
     figures = (spec.kind, struck_ns, moved, changes, whole_ns, died_ns, used)
     return victim.name, Fault(*figures, before, after, steps, cpus.seen())
+
+
+def _hit(run_dir: Path, victim: ProcessStatus, how: str) -> threading.Thread | None:
+    """Returns who waits for the answer, if there is one to come."""
+    if how != RESTART:
+        os.kill(victim.pid, SIGNALS[how])
+        return None
+    request = Restart(1, (victim.name,), _DEADLINE_S)
+    asked = threading.Thread(target=ask, args=(run_dir, request, Restarted, _DEADLINE_S))
+    asked.start()
+    return asked
 
 
 def _seats(queues: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, int], int]:

@@ -1,6 +1,6 @@
 """Every bound of the node in one place, and what happens when it is hit."""
 
-# Wire. A longer frame is refused with `too_large` and its sender keeps its connection.
+# Wire. A longer frame ends its sender's connection: ZeroMQ does not even read it, so nobody can answer.
 MESSAGE_BYTES_MAX = 32 << 20
 BUS_MESSAGE_BYTES_MAX = 256 << 20  # between our own processes (a long prompt on its way to a rank)
 SOCKET_HWM = 4096  # messages; a full socket is handled by its sender, never dropped in silence
@@ -71,6 +71,7 @@ ROOM_DELAY_MS = 500
 ROOM_DELAY_MS_MAX = 8_000
 DRAIN_MS = 10_000  # default time to finish running requests at shutdown
 TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
+STANDBY_MS = 15_000  # a process that is to be replaced waits so long for its successor to have imported everything
 HAND_OVER_MS = 1_000  # for a gateway that is replaced: what is on its way to the journal's disk
 CHANGE_S_MAX = 86_400.0  # the longest time that a scale or a restart may be given
 # From SIGKILL to giving up on a process that the kernel does not let go: one with tens of GiB on a GPU takes seconds.

@@ -16,6 +16,7 @@ from phalanx.protocol.limits import (
     HAND_OVER_MS,
     KILL_GRACE_MS,
     MAX_SEATS,
+    STANDBY_MS,
     TERM_GRACE_MS,
 )
 from phalanx.protocol.messages import (
@@ -76,6 +77,7 @@ class Restarting:
     begun_ns: int
     deadline_ns: int
     names: list[str]  # the first one is at work
+    turn_ns: int = 0  # since when it waits for its successor; 0: it does not
     since_ns: int = 0  # since when; 0: not begun
     incarnation: int = 0  # of the process that is replaced
     done: list[PhaseTime] = field(default_factory=list[PhaseTime])
@@ -359,6 +361,7 @@ class Changes:
         shown = ALL if ALL in request.names else ", ".join(names)
         deadline_ns = now_ns + int(request.timeout_s * 1e9)
         self.now = Restarting(asked, f"restart {shown}", now_ns, deadline_ns, names)
+        self._core.standbys = dict.fromkeys(self._core.standbys, False)
         return [RenewStandbys()]  # it is perhaps asked for because of what was installed meanwhile
 
     def _chosen(self, wanted: tuple[str, ...]) -> tuple[list[str], list[str]]:
@@ -399,7 +402,7 @@ class Changes:
 
     def _begin(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
         """Only a whole node loses a process; but one that is down anyway is started at once."""
-        if process.alive and any(self._core.missing()):
+        if process.alive and (any(self._core.missing()) or self._waits(change, process, now_ns)):
             return []
         change.since_ns, change.incarnation = now_ns, process.incarnation
         process.in_hand = process.alive or process.stage is Stage.DOWN
@@ -411,6 +414,13 @@ class Changes:
             actions += self._core.group.leave(seat, f"{process.spec.name} restarts", now_ns)
         return actions
 
+    def _waits(self, change: Restarting, process: Process, now_ns: int) -> bool:
+        """For the successor to have imported everything: streams wait for less then."""
+        if self._core.standbys.get(process.spec.standby, True):
+            return False
+        change.turn_ns = change.turn_ns or now_ns
+        return now_ns - change.turn_ns < STANDBY_MS * _MS
+
     def _await_whole(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
         name = process.spec.name
         if process.incarnation > change.incarnation + 1 or not process.exists:
@@ -421,7 +431,7 @@ class Changes:
         seconds = round((now_ns - change.since_ns) / 1e9, 3)
         change.done.append(PhaseTime("restart", name, seconds))
         change.names.pop(0)
-        change.since_ns = 0
+        change.since_ns = change.turn_ns = 0
         if change.names:
             return [Tell("restarted", name)]
         return self._end(Restarted(change.asked.request.call, tuple(change.done)))

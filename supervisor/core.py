@@ -54,6 +54,7 @@ from phalanx.supervisor.events import (
     ShutdownAsked,
     Spawn,
     Spawned,
+    StandbySeen,
     Stranded,
     Sweep,
     Tell,
@@ -96,6 +97,7 @@ class SupervisorCore:
         self.phases: list[PhaseTime] = []
         self.started_ns = 0
         self.scrubbed = Scrubbed()
+        self.standbys: dict[str, bool] = {}  # successors that are to be there: whether they wait
         self._files: tuple[str, ...] = ()
         self.ready_s = -1.0  # from the first tick to the first time that all was well
         self._ticked_ns = 0
@@ -171,6 +173,9 @@ class SupervisorCore:
                 return []
             case ScrubHeard(scrubbed):
                 self.scrubbed = scrubbed
+                return []
+            case StandbySeen(name, ready):
+                self.standbys[name] = ready
                 return []
             case FilesMissing(told):
                 self._files = told

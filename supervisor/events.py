@@ -127,6 +127,14 @@ class Troubled:
 
 
 @dataclass(frozen=True, slots=True)
+class StandbySeen:
+    """The successor of this name is to be there. `ready`: it has imported everything, and waits."""
+
+    name: str
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FilesMissing:
     """What somebody has deleted from the run directory under the running node, for people; empty: nothing,
     or it is there again."""
@@ -195,6 +203,7 @@ Event = (
     | Observed
     | Inspected
     | AcksSeen
+    | StandbySeen
     | Stranded
     | ScrubHeard
     | Troubled

@@ -73,6 +73,7 @@ from phalanx.supervisor.events import (
     ShutdownAsked,
     Spawn,
     Spawned,
+    StandbySeen,
     Stranded,
     Sweep,
     Tell,
@@ -85,7 +86,7 @@ from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
 from phalanx.supervisor.spawn import Child, Spawner, last_words
-from phalanx.supervisor.standbys import Standbys
+from phalanx.supervisor.standbys import DELAY_MS, Standbys
 from phalanx.supervisor.status import status
 from phalanx.supervisor.watch import Watch
 from phalanx.supervisor.weights import WeightsKeeper
@@ -423,7 +424,7 @@ class Node:
                 case Resized(ranks):
                     self._resize(ranks)
                 case RenewStandbys():
-                    self._renew_standbys()
+                    self._renew_standbys(delay_ms=0)  # somebody waits for them
                 case CountStranded(seats):
                     self._events.append(self._count(seats))
                 case Send(name, incarnation, message):
@@ -488,15 +489,19 @@ class Node:
                 case Sweep():
                     self._sweep()
 
-    def _renew_standbys(self, kind: str = "") -> None:
+    def _renew_standbys(self, kind: str = "", delay_ms: int = DELAY_MS) -> None:
         """Those that are there; of one kind of process, or all."""
         specs = [process.spec for process in self._core.processes.values()]
         names = {spec.standby for spec in specs if kind in ("", spec.kind)}
-        self._standbys.want(self._spawner.forget_standbys(names), time.monotonic_ns())
+        forgotten = self._spawner.forget_standbys(names)
+        self._standbys.want(forgotten, time.monotonic_ns(), delay_ms)
+        self._events.extend(StandbySeen(name, ready=False) for name in sorted(forgotten))
 
     def _want_standbys(self) -> None:
         specs = [process.spec for process in self._core.processes.values()]
-        self._standbys.want({spec.standby for spec in specs} - {""}, time.monotonic_ns())
+        names = {spec.standby for spec in specs} - {""}
+        self._standbys.want(names, time.monotonic_ns())
+        self._events.extend(StandbySeen(name, ready=False) for name in sorted(names))
 
     def _look_at_standbys(self, now_ns: int) -> None:
         """Start those that are due, unless streams wait; take note of those that died, and of other orphans."""
@@ -509,7 +514,9 @@ class Node:
             self._spawner.prepare(next(spec for spec in specs if spec.standby == name))
         for name in self._spawner.ready_standbys():
             self._log.info("standby ready", about=name)
+            self._events.append(StandbySeen(name, ready=True))
         for name, code, words in self._spawner.ended_standbys():
+            self._events.append(StandbySeen(name, ready=False))
             delay_ms = self._standbys.ended(name, now_ns)
             text = f"{describe_end(code, words)}; another one follows in {delay_ms / 1000:g} s"
             self._log.warning("standby ended", about=name, text=text)

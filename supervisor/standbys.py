@@ -21,11 +21,11 @@ class Standbys:
     _since_ns: dict[str, int] = field(default_factory=dict[str, int])  # of those that wait
     _vain: dict[str, int] = field(default_factory=dict[str, int])  # ends in a row
 
-    def want(self, names: Iterable[str], now_ns: int) -> None:
+    def want(self, names: Iterable[str], now_ns: int, delay_ms: int = DELAY_MS) -> None:
         """Each of these is to be there, and is not now."""
         for name in names:
             self._vain[name] = 0
-            self._due_ns[name] = now_ns + DELAY_MS * _MS
+            self._due_ns[name] = now_ns + delay_ms * _MS
 
     def take_due(self, now_ns: int) -> list[str]:
         """Those to be started now. They count as started; `ended` follows if they are not."""

@@ -139,6 +139,7 @@ class Core:
         self._fingerprint = ""
         self._epoch = 0
         self._health = HealthUpdate(False, 0, ("the node is starting",))
+        self._handing_over = False
         self._overseen = ""  # what is wrong with the supervisor, which says all the rest
         self._closed: End | None = None  # the end of everything that is still open at shutdown
         self._tick_at_ns = self._alive_at_ns = now_ns
@@ -227,6 +228,11 @@ class Core:
         return not open_here and self.settled
 
     @property
+    def on_disk(self) -> bool:
+        """Nothing is on its way to the journal; so after `deliver` everybody has what he takes."""
+        return self._ledger.idle
+
+    @property
     def settled(self) -> bool:
         """Nothing is on its way to the journal, and nothing to a client that takes it."""
         return self._ledger.idle and self._delivery.idle
@@ -236,7 +242,8 @@ class Core:
     def on_client(self, client: bytes, message: ClientMessage, now_ns: int) -> None:
         match message:
             case Generate():
-                self._on_generate(client, message, now_ns)
+                if not self._handing_over:
+                    self._on_generate(client, message, now_ns)
             case Abort():
                 self._on_abort(client, message, now_ns)
             case Attach():
@@ -436,6 +443,8 @@ class Core:
     # ------------------------------------------------------------ services
 
     def on_bus(self, peer: bytes, message: BusToGateway, now_ns: int) -> None:
+        if self._handing_over:
+            return
         if isinstance(message, Hello):
             self._on_hello(peer, message, now_ns)
             return
@@ -907,6 +916,11 @@ class Core:
     def drain(self) -> None:
         """No new requests from here on; those that run go on."""
         self._admission.draining = True
+
+    def hand_over(self) -> None:
+        """A successor is to go on: take nothing new, so that soon nothing is on its way. Clients ask it again, by
+        the keys of what was not accepted; schedulers have what is missing."""
+        self._handing_over = True
 
     def finish_all(self, now_ns: int) -> None:
         """The time to drain is over: everything that still runs ends, and its client is told why."""

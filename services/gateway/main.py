@@ -53,6 +53,7 @@ from phalanx.services.model_limits import read_model
 MS = 1_000_000
 MESSAGES_PER_TURN = 512
 LAST_WORDS_NS = 1_000 * MS  # after the drain's end, for clients to take their finals
+HAND_OVER_LINGER_MS = 50
 PROBE_NS = 1_000 * MS  # between two looks at the journal's file, or tries to write it
 _READ_AGAIN_S = 0.5  # between two tries to read a journal whose disk fails
 SEAT_DEPTH = 4  # sequences given to a rank, in multiples of those it runs at a time
@@ -155,6 +156,8 @@ class Gateway:
         if now_ns < self._oversee_at_ns:
             return
         self._oversee_at_ns = now_ns + LOOK_NS
+        if self._looks.pid != os.getppid():
+            self._looks = Looks(os.getppid())
         beat_ns = self._service.board.supervisor_beat_ns
         wrong = self._overseer.look(beat_ns, now_ns, lambda: self._looks.inspect(now_ns))
         if bool(wrong) != self._supervisor_hangs:
@@ -169,6 +172,7 @@ class Gateway:
             case Drain(timeout_ms):
                 self._drain(time.monotonic_ns() + timeout_ms * MS)
             case HandOver(timeout_ms):
+                self._core.hand_over()
                 self._hand_over_until_ns = time.monotonic_ns() + timeout_ms * MS
                 self._service.stopping = True
             case _:  # a nudge or nothing of ours: the topology is looked at in every turn
@@ -223,7 +227,7 @@ class Gateway:
     def drained(self, now_ns: int) -> bool:
         """Told to end: whether everyone has got what is due to him, or has had his time."""
         if self._hand_over_until_ns is not None:
-            return self._core.settled or now_ns >= self._hand_over_until_ns
+            return self._core.on_disk or now_ns >= self._hand_over_until_ns
         if self._drain_until_ns is None:
             self._drain(now_ns + DRAIN_MS * MS)
         assert self._drain_until_ns is not None
@@ -237,7 +241,9 @@ class Gateway:
         self._writer.close()
         self._tokens.close(keep=self._hand_over_until_ns is not None)
         sockets = [self.clients, self.bus, self.journal, self._waker, self._service.supervisor]
-        close_all(sockets, LAST_WORDS_NS // MS)
+        # Who takes nothing now reads on from the successor, which waits for our end.
+        handing_over = self._hand_over_until_ns is not None
+        close_all(sockets, HAND_OVER_LINGER_MS if handing_over else LAST_WORDS_NS // MS)
 
     def _wake(self) -> None:
         """Called in the journal's thread."""

@@ -154,7 +154,7 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 @click.option("--seed", default=1, help="Of prompts, moments and victims.")
 @click.option("--blocks", default=0, help="KV blocks of each rank, to see full pools; 0: plenty.")
 @click.option("--victim", default="worker", help=f"Who takes turns: {','.join(VICTIMS)}.")
-@click.option("--how", type=click.Choice(["kill", "stop"]), default="kill")
+@click.option("--how", type=click.Choice(["kill", "stop", "restart"]), default="kill")
 @click.option("--noise", is_flag=True, help="The control: one rank is one ulp off.")
 @click.option("--outputs", type=click.IntRange(8, 1000), default=160, help="Tokens of each stream.")
 @json_option
@@ -174,6 +174,7 @@ def recovery(
     """Kill processes under load: how long streams stand still, and whether a token changes.
 
     `--how stop` stops them for ever instead (SIGSTOP): the node must notice, and kill them itself.
+    `--how restart` has the supervisor replace them, as `phalanx restart` does.
     Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed or was lost;
     with `--noise` when none changed.
     """

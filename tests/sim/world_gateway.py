@@ -128,6 +128,7 @@ class GatewayBody(Body):
             self._drain(self.now_ns + message.timeout_ms * MS)
         elif isinstance(message, HandOver):
             self._hand_over_until_ns = self.now_ns + message.timeout_ms * MS
+            self.core.hand_over()
         self.wake()
 
     def turn(self) -> None:
@@ -195,7 +196,7 @@ class GatewayBody(Body):
 
     def _drained(self) -> bool:
         if self._hand_over_until_ns is not None:
-            return self.core.settled or self.now_ns >= self._hand_over_until_ns
+            return self.core.on_disk or self.now_ns >= self._hand_over_until_ns
         assert self._drain_until_ns is not None
         if self._end_ns is None and self.now_ns >= self._drain_until_ns:
             self._end_ns = self.now_ns + LAST_WORDS_NS

@@ -6,7 +6,7 @@ import pytest
 from supervisor.test_core import Story, running
 
 from phalanx.protocol.errors import Code, ExitCode
-from phalanx.protocol.limits import TERM_GRACE_MS
+from phalanx.protocol.limits import STANDBY_MS, TERM_GRACE_MS
 from phalanx.protocol.messages import Error, HandOver, Restart, Restarted, Scale, Scaled
 from phalanx.supervisor.events import (
     BecameReady,
@@ -21,6 +21,7 @@ from phalanx.supervisor.events import (
     SetEpoch,
     ShutdownAsked,
     Spawn,
+    StandbySeen,
 )
 from phalanx.supervisor.process import Stage
 from phalanx.supervisor.status import status
@@ -266,6 +267,32 @@ def test_the_gateway_hands_over_instead_of_ending_what_runs() -> None:
     story = ask(running(), Restart(7, ("gateway",), 60.0))
     sent = [s.message for s in story.take(Send) if s.name == "gateway"]
     assert [type(message) for message in sent] == [HandOver]
+    ends(story, "gateway").ready("gateway")
+    assert isinstance(answer(story), Restarted)
+
+
+@pytest.mark.parametrize("name", ["gateway", "worker-1"])
+def test_a_process_goes_when_its_successor_has_imported_everything(name: str) -> None:
+    story = running()
+    standby = story.core.processes[name].spec.standby
+    assert standby
+    story.feed(StandbySeen(standby, ready=True))
+    ask(story, Restart(7, (name,), 60.0))
+    assert story.take(RenewStandbys) == [RenewStandbys()]
+    story.feed(StandbySeen(standby, ready=False)).wait(1000)
+    assert story.core.group.epoch == 2 and story.take(Kill) == []
+    assert not story.core.processes[name].in_hand
+    story.feed(StandbySeen(standby, ready=True))
+    assert story.core.processes[name].in_hand
+
+
+def test_a_successor_that_never_comes_is_not_waited_for() -> None:
+    story = running().feed(StandbySeen("gateway-next", ready=True))
+    ask(story, Restart(7, ("gateway",), 60.0))
+    story.wait(STANDBY_MS - 200)
+    assert not story.core.processes["gateway"].in_hand
+    story.wait(400)
+    assert story.core.processes["gateway"].in_hand
     ends(story, "gateway").ready("gateway")
     assert isinstance(answer(story), Restarted)
 

@@ -1027,3 +1027,22 @@ def test_a_drain_refuses_the_new_finishes_the_old_and_ends_the_rest() -> None:
     assert isinstance(final, Final)
     assert (final.finish_reason, final.code, final.offset) == ("abort", Code.SHUTDOWN, 1)
     assert desk.core.idle
+
+
+def test_who_hands_over_takes_nothing_new_so_that_soon_all_is_on_disk() -> None:
+    desk = Desk(logged=True)
+    desk.start(Sampling(max_tokens=40))
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10)
+    desk.asks(Generate(2, prompt_token_ids=(5,), key="before"), commit=False)
+    assert not desk.core.on_disk
+    desk.clear()
+    desk.core.hand_over()
+    desk.asks(Generate(3, prompt_token_ids=(5,), key="after"), commit=False)
+    desk.produces(seat, submit, 1, 11, seq=2)
+    assert desk.ops == [] and desk.told() == [], "the successor gets it"
+    desk.core.on_journal(10**6, "", desk.now)
+    desk.turn()
+    assert desk.core.on_disk
+    accepted = [message for message in desk.told() if isinstance(message, Accepted)]
+    assert [message.call for message in accepted] == [2]
