@@ -73,6 +73,9 @@ class SeatRecord:
     fingerprint: str = ""
     expert_slots: int = 0  # of a layer, that its worker has room for at most; 0: any number
     leaving: bool = False  # is in no group from the next GO on
+    kept_out: bool = (
+        False  # is ready, and has room for so few experts that with it there is none for all
+    )
     note: str = ""  # why it comes late, for people
 
     @property
@@ -150,8 +153,10 @@ class Group:
     def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
         """The seat's worker is dead or will be killed: it is in no later group."""
         self.seats[seat].state = "lost"
-        if self.members.pop(seat, None) is None:
-            return []  # it was not in the group yet
+        if (
+            self.members.pop(seat, None) is None
+        ):  # it was not in the group yet; perhaps nobody waits for it any more
+            return self._advance(now_ns) if self.phase is GroupPhase.STOPPED else []
         self.waiting.pop(seat, None)
         if self.phase in (GroupPhase.STOPPING, GroupPhase.STOPPED) and not self.finishing_ns:
             assert self.change is not None
@@ -276,6 +281,13 @@ class Group:
         chosen = tuple(sorted({*self.members, *joiners} & self._staying()))
         runs = {version for seat, version in self.runs.items() if seat in self.members}
         placement = self.placements.settle(self._rooms(chosen), runs)
+        if (
+            placement is None and self.members
+        ):  # a newcomer with little room must not stop those who run
+            chosen = tuple(sorted(self.members.keys() & self._staying()))
+            placement = self.placements.settle(self._rooms(chosen), runs)
+        for seat in joiners:
+            self.seats[seat].kept_out = placement is not None and seat not in chosen
         if placement is None:
             if forming:
                 return []
@@ -319,7 +331,7 @@ class Group:
             SetEpoch(self.epoch, self._awake()),
             Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),
         ]
-        causes = [s.joins for s in self.seats if s.state == "joining"]
+        causes = [s.joins for s in self.seats if s.state == "joining" and not s.kept_out]
         if causes:
             return actions + self._stop(" and ".join(causes), 0.0, now_ns, ends_steps=False)
         return actions + self.publish()

@@ -51,6 +51,7 @@ from phalanx.supervisor.events import (
     Tell,
     Troubled,
 )
+from phalanx.supervisor.group import GroupPhase
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Stage
 from phalanx.supervisor.processes import process_table
@@ -307,6 +308,31 @@ def test_a_step_that_takes_long_is_not_waited_for() -> None:
     story.wait(STOP_ACK_MS - 400).acks(stop=7, seats=(0, 2)).acks(go=8)
     assert story.core.group.members == {0: 1, 1: 2, 2: 1}
     assert story.core.group.records[-1].cause == "worker-1 joined"
+
+
+def test_a_newcomer_with_little_room_does_not_stop_those_who_run() -> None:
+    """Ranks share experts evenly: with one that holds one of six, three hold three. Without it two hold all."""
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    story.feed(BecameReady("worker-1", 2, "n", 1))
+    story.acks(stop=5, seats=(0, 2)).acks(go=6, seats=(0, 2))
+    assert story.epoch == 6 and story.core.group.members == {0: 1, 2: 1}
+    assert story.core.reasons() == ["worker-1 has not joined yet"]
+    story.dies("worker-1").wait(300).ready("worker-1")
+    story.acks(stop=7, seats=(0, 2)).acks(go=8)
+    assert story.epoch == 8 and story.core.group.members == {0: 1, 1: 3, 2: 1}
+
+
+def test_a_stopped_group_goes_on_when_nobody_need_be_waited_for() -> None:
+    story = Story(2)
+    story.ready("gateway").feed(
+        BecameReady("worker-0", 1, "n", 3), BecameReady("worker-1", 1, "n", 3)
+    )
+    story.acks(go=2).dies("worker-1").acks(stop=3, seats=(0,))
+    assert story.core.group.phase is GroupPhase.STOPPED
+    story.core.group.has_room(0, 6)
+    story.dies("worker-1").acks(go=4, seats=(0,))
+    assert story.epoch == 4 and story.core.group.members == {0: 1}
 
 
 def test_no_answer_to_stop_is_a_loss_too() -> None:
