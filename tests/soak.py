@@ -18,6 +18,7 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 CODE = {".py", ".c", ".json", ".toml", ".mjs", ".jinja"}
 SLOWEST = 8
+MANY = 20  # tests of a file: then they go to all processes, each with a node; else file by file
 SWEEPS = {  # name -> (file, of what there shall be so much)
     "schedulers": ("tests/sim/scheduler_soak.py", "requests", 100_000),
     "worlds": ("tests/sim/world_soak.py", "worlds", 10_000),
@@ -68,6 +69,12 @@ class Found:
         tests = [t for t in ours if self.timed[t] is timed and self._of(t) not in OVER]
         tests.sort(key=list(self.timed).index)
         return sorted(tests, key=lambda test: self._of(test) in ("", "left"))
+
+    def spread(self, tests: Collection[str]) -> tuple[list[str], list[str]]:
+        """Those that go file by file, since those of a file share a node; and those of which a file has many."""
+        files = Counter(test.partition("::")[0] for test in self.timed)
+        many = {test for test in tests if files[test.partition("::")[0]] >= MANY}
+        return [test for test in tests if test not in many], [t for t in tests if t in many]
 
     def _of(self, test: str) -> str:
         return str(self.tests.get(test, {}).get("outcome", ""))
@@ -134,16 +141,19 @@ class Soak:
         """Those that need the machine to themselves come last, one after the other."""
         if not Found(self._record).timed and self._has_time():
             self._pytest("-q", "-q", "--collect-only", "-m", "soak")
-        for timed, options in (
-            (False, ["-n", str(self._jobs), "--dist", "load", "--maxschedchunk", "1"]),
-            (True, ["-n", "0"]),
-        ):
-            due = Found(self._record).due(timed, self._share)
-            if due and self._has_time():
-                chosen = self._record.with_suffix(".chosen")
-                chosen.write_text("\n".join(due) + "\n")
-                until = ["--until", str(self._ends)] if self._ends else []
-                self._pytest("-v", *options, *until, f"@{chosen}")
+        jobs = ["-n", str(self._jobs), "--dist"]
+        found = Found(self._record)
+        few, many = found.spread(found.due(False, self._share))
+        self._run_tests(few, *jobs, "loadfile")
+        self._run_tests(many, *jobs, "load", "--maxschedchunk", "1")
+        self._run_tests(found.due(True, self._share), "-n", "0")
+
+    def _run_tests(self, tests: list[str], *options: str) -> None:
+        if tests and self._has_time():
+            chosen = self._record.with_suffix(".chosen")
+            chosen.write_text("\n".join(tests) + "\n")
+            until = ["--until", str(self._ends)] if self._ends else []
+            self._pytest("-v", *options, *until, f"@{chosen}")
 
     def _pytest(self, *arguments: str) -> None:
         # One word each: pytest looks for its settings beside every word that is the path of a file.

@@ -12,7 +12,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from sim.sweep import Outcome, command, outcomes
-from soak import Found, Soak
+from soak import MANY, Found, Soak
 
 TESTS = """
 import os, signal, pytest
@@ -107,6 +107,10 @@ def test_a_run_that_is_killed_keeps_what_it_found_and_goes_on(tmp_path: Path) ->
     assert [name.rpartition("_")[2] for name in found.due(timed=False)] == [
         "fails", "leaves", "dies", "runs",
     ]  # fmt: skip
+    assert found.spread(["a", "b"]) == (["a", "b"], [])
+    found.timed |= dict.fromkeys((f"test_many.py::{at}" for at in range(MANY)), False)
+    assert found.spread(["a", "test_many.py::3"]) == (["a"], ["test_many.py::3"])
+    found = run_tests(tmp_path, "--collect-only")
     thirds = [found.due(timed=False, share=(part, 3)) for part in (1, 2, 3)]
     assert sorted(test for third in thirds for test in third) == sorted(
         found.due(timed=False)

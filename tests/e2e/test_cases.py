@@ -54,8 +54,8 @@ assert node.names() == []
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short: sockets lie in it."""
-    made = Path(tempfile.mkdtemp(prefix="ph"))
+    """Short: sockets lie in it; and not in /dev/shm, where `TMPDIR` may be, and which is mounted over."""
+    made = Path(tempfile.mkdtemp(prefix="ph", dir="/tmp"))
     yield made
     shutil.rmtree(made)
 

@@ -59,7 +59,8 @@ class Greedy:
 def node() -> Iterator[Node]:
     if subprocess.run([*_ALONE, "sh", "-c", _MOUNT, "sh", "true"], check=False).returncode != 0:
         pytest.skip("no mount namespaces here")
-    node = Node(Path(tempfile.mkdtemp(prefix="phe2e")))
+    # Not in /dev/shm, where `TMPDIR` may be: it is mounted over.
+    node = Node(Path(tempfile.mkdtemp(prefix="phe2e", dir="/tmp")))
     config = node.run_dir / "few-blocks.json"
     config.write_text(json.dumps({"worker": {"num_blocks": 200}}))
     up = [*PHALANX, "up", "--ranks", "3", "--detach", "--config", config, "--run-dir", node.run_dir]
