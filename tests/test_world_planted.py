@@ -119,7 +119,7 @@ def who_shall_leave_is_told_to_end_at_once(patch: Patch) -> None:
     patch.setattr(Group, "leave", leave)
 
 
-@planted(seeds=40, first=100)
+@planted(seeds=40, first=20)
 def a_gateway_that_is_replaced_drains(patch: Patch) -> None:
     """It refuses who comes meanwhile, and is killed over streams that go on."""
     right = Changes._finish_off
