@@ -444,7 +444,7 @@ def who_comes_back_is_not_placed_again(patch: Patch) -> None:
     patch.setattr(Placement, "enqueue", enqueue)
 
 
-@planted(seeds=40, first=100)
+@planted(seeds=80, first=140)
 def a_token_too_few_is_left_to_the_successor(patch: Patch) -> None:
     """No stream changes by it: what was delivered is made again."""
     right = Core.take_notes
