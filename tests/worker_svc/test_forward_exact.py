@@ -157,7 +157,7 @@ class SpreadExperts:
         self.slots = [
             [self._choose.sample(range(count), count) for count in counts] for _ in range(3)
         ]
-        directory = weights._checkpoint.directory
+        directory = weights.checkpoint.directory
         self._ranks = [load_checkpoint(directory, slots, device=DEVICE) for slots in self.slots]
 
     def dispatch(

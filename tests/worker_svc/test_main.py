@@ -33,17 +33,17 @@ def test_only_loading_beside_peers_gives_way(
     monkeypatch: pytest.MonkeyPatch, device: str, epoch: int, levels: int
 ) -> None:
     before = niceness()
-    loads_with(monkeypatch, lambda service: (niceness(), threading.current_thread().name))
-    nice, thread = cast(tuple[int, str], main_module._load(service(device, epoch)))
+    loads_with(monkeypatch, lambda service, ahead: (niceness(), threading.current_thread().name))
+    nice, thread = cast(tuple[int, str], main_module._load(service(device, epoch), None))
     assert nice == min(before + levels, 19)
     assert (thread == threading.main_thread().name) == (levels == 0)
     assert niceness() == before, "it steps like its peers"
 
 
 def test_a_load_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(service: Service) -> None:
+    def fail(service: Service, ahead: None) -> None:
         raise ConfigError("no such weights")
 
     loads_with(monkeypatch, fail)
     with pytest.raises(ConfigError, match="no such weights"):
-        main_module._load(service("cpu", 4))
+        main_module._load(service("cpu", 4), None)
