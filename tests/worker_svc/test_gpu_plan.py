@@ -62,10 +62,10 @@ class SizesOnly(GpuWeights):
     def __init__(self, config: ModelConfig, slots: list[int]) -> None:
         self.config, self.dequantize, self.packs_experts = config, True, True
         self.device, self.token_map = META, torch.zeros(config.vocab_size, dtype=torch.int64)
-        self._checkpoint: Any = Sizes(config)
+        self.checkpoint: Any = Sizes(config)
         self._plain, self._linears, self._readable, self._tables = {}, {}, {}, {}
         self._slots, self._experts, self._pools = [], [], []
-        for name, spec in self._checkpoint.specs.items():
+        for name, spec in self.checkpoint.specs.items():
             if spec.dtype in ("BF16", "F32") and spec.part != "vision":
                 # With the host, like a mapped file: no page of it is touched.
                 self._plain[name.removesuffix(".weight")] = self._empty(name, CPU)
@@ -77,7 +77,7 @@ class SizesOnly(GpuWeights):
         return self._empty(name, META)
 
     def _empty(self, name: str, device: torch.device) -> Tensor:
-        spec: TensorSpec = self._checkpoint.specs[name]
+        spec: TensorSpec = self.checkpoint.specs[name]
         assert _DTYPES[spec.dtype].itemsize == ITEM_BYTES[spec.dtype]
         return torch.empty(spec.shape, dtype=_DTYPES[spec.dtype], device=device)
 
