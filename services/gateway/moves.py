@@ -15,6 +15,9 @@ What keeps it from going to and fro:
 * Room is what is left once a pool is as full as new sequences may find it (`scheduler.prefill_watermark`), less what
   waits there already, less all that was promised to others since the report (`Seat.promised`): sequences on their way
   there, and those that are asked for because of it. A full rank, or one with a queue that is full, has none.
+  Nor has a rank where a suspect is tried (`suspects.py`), for another suspect.
+* Who is asked back from a rank that says nothing for 100 ms has room kept for no longer: its scheduler may sleep, and
+  others wait as well. When it speaks again the sequence is asked for again, if it still waits.
 * A sequence that came back stays at its next rank for 200 ms at least, after the second time for 400 ms, and so on up
   to 3.2 s, whatever is reported meanwhile.
 
@@ -43,6 +46,7 @@ class Moves:
     def heard(self, seat: Seat, load: SeatLoad, find: Callable[[str, int], Stream | None]) -> None:
         """A seat says what it holds, what waits there, and how much room it has."""
         self._news = True
+        seat.reports += 1
         for number in list(seat.promised):
             stream = seat.streams.get(number)
             # It was here before the report was written: one connection, in order.
@@ -69,10 +73,13 @@ class Moves:
             if stream.pin is not None or now_ns < place.stays_until_ns:
                 continue
             self.withdraw(stream, place)
+            if place.asked_at_report == seat.reports:
+                continue  # its seat is silent since: no room is kept for what may not come
             target = self._seats.with_room(now_ns, stream)
             if target is not None and target is not seat:
                 target.promise(stream.number, stream.num_blocks)
                 place.bound_for, place.stays_until_ns = target.number, now_ns + AGAIN_NS
+                place.asked_at_report = seat.reports
                 name = (stream.request_id, stream.index, place.attempt)
                 asked.setdefault(seat.peer, []).append(name)
         for peer, sequences in asked.items():

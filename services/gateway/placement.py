@@ -184,6 +184,7 @@ class Placement:
     def dispatch(self, now_ns: int) -> None:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
         self.seats.pausing = self._suspects.pausing(now_ns)
+        self.seats.trying = self._suspects.trying()
         self._moves.ask(now_ns)
         pinned, self._pinned = self._pinned, []
         for stream in pinned:
@@ -216,12 +217,13 @@ class Placement:
     def _try_suspects(self, now_ns: int) -> None:
         while (stream := self._suspects.next()) is not None:
             tokens, blocks = stream.num_tokens_max, stream.num_blocks
-            closed = self.seats.pausing | self._suspects.trying()
+            closed = self.seats.closed_for(stream)
             seat = self.seats.least_loaded(now_ns, tokens, blocks, resumed=True, but=closed)
             if seat is None:
                 return
             self._submit(stream, seat, now_ns)
             self._suspects.placed(stream, seat.number)
+            self.seats.trying = self._suspects.trying()
 
     def _place_pinned(self, stream: Stream, now_ns: int) -> None:
         if stream.final is not None or stream.end is not None or stream.pin is None:

@@ -18,6 +18,7 @@ class Seat:
     incarnation: int = 0  # the newest that was heard or told of
     vacant: bool = False  # the topology says that nobody is there
     load: SeatLoad | None = None
+    reports: int = 0  # loads that were heard
     total_blocks: int = 0  # as some scheduler of it last said
     worker_incarnation: int = 0  # as the topology says
     member: bool = True  # until a topology says otherwise
@@ -94,8 +95,11 @@ class Seats:
         self._capacity = capacity  # sequences given to one seat at a time
         self.by_number: dict[int, Seat] = {}
         self.pausing: set[int] = set()  # get nothing now that may be what they fall over
+        self.trying: set[int] = set()  # have a suspect, and get no second one
 
     def closed_for(self, stream: Stream) -> set[int]:
+        if stream.suspect:
+            return self.pausing | self.trying
         return set() if stream.gets_on else self.pausing
 
     def get(self, number: int) -> Seat:

@@ -66,6 +66,7 @@ class Place:
         -1
     )  # the seat with room for it, because of which it is asked back; -1: it is not
     stays_until_ns: int = 0  # it is not asked back before
+    asked_at_report: int = -1  # how many reports of its seat were heard when it was asked back last
 
 
 class Stream:

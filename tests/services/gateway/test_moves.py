@@ -22,7 +22,8 @@ from phalanx.protocol.messages import (
     Submitted,
 )
 from phalanx.protocol.topology import Seat, Topology
-from phalanx.services.gateway.entries import Accept, Recovered
+from phalanx.services.gateway.entries import Accept, Fell, Recovered
+from phalanx.services.gateway.streams import SUSPECT_FALLS
 
 PROMPT = (5,) * 300  # 3 blocks
 SEATS = (b"scheduler-0#1", b"scheduler-1#1")
@@ -31,8 +32,8 @@ SEATS = (b"scheduler-0#1", b"scheduler-1#1")
 class Two(Desk):
     """Two ranks: the first one full, the second one as told."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(seats=2, capacity=20, **options)
+    def __init__(self, *recovered: Recovered, **options: Any) -> None:
+        super().__init__(*recovered, seats=2, capacity=20, **options)
         self.seq = [0, 0]
         self.seen = set[tuple[str, int, int]]()
         self.load(0)
@@ -225,6 +226,42 @@ def test_an_arrival_does_not_take_the_room_of_one_on_its_way() -> None:
     assert seat == 0, "though fewer run at the other one"
     desk.gives_back(0, first)
     assert [seat for seat, _ in desk.placed()] == [1]
+
+
+def test_no_room_is_kept_for_those_of_a_rank_that_is_silent() -> None:
+    """Its scheduler sleeps: what is asked back does not come, and others wait as well."""
+    desk = Two()
+    (first,) = stuck_at_0(desk)
+    desk.load(1, room=3)
+    desk.load(0, first)
+    assert desk.asked_back()
+    desk.now += 100 * MS
+    desk.load(1, room=3)
+    assert not desk.asked_back()
+    ((seat, _),) = desk.ask()
+    assert seat == 1
+    desk.load(1, room=3)
+    assert not desk.asked_back(), "however much room there is"
+    desk.load(0, first)
+    assert desk.asked_back() == [(0, (name(first),))], "it speaks again"
+
+
+def test_a_suspect_is_not_asked_back_for_a_rank_that_tries_another_one() -> None:
+    """It would come back to where it was: they are tried apart."""
+    before = Desk()
+    names = [before.start(Sampling(max_tokens=200)) for _ in range(2)]
+    entries = [op.entry for op in before.ops if isinstance(op, Accept)]
+    assert [entry.request_id for entry in entries] == names
+    falls = [(Fell(entry.request_id, 0, SUSPECT_FALLS, 0),) for entry in entries]
+    desk = Two(*(Recovered(one, falls=fell) for one, fell in zip(entries, falls, strict=True)))
+    desk.passes(500)
+    (_, first), (_, second) = sorted(desk.placed(), key=lambda one: one[0])
+    desk.load(1, room=90)
+    desk.load(0, first)
+    assert not desk.asked_back()
+    desk.produces(SEATS[1], second, 0, 10)
+    desk.load(0, first)
+    assert desk.asked_back() == [(0, (name(first),))], "the other one is no suspect any more"
 
 
 def test_an_arrival_goes_where_it_can_start() -> None:
