@@ -236,7 +236,7 @@ def forgets_experts_of_the_lost(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupPlacements, "settle", settle)
 
 
-@planted(seeds=250, first=133)
+@planted(seeds=400, first=450)
 def never_gives_a_scale_up(patch: pytest.MonkeyPatch) -> None:
     right = Changes._scale
 
