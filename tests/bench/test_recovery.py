@@ -297,6 +297,7 @@ def test_with_noise_it_fails_when_nothing_changed(
 
 
 @pytest.mark.process
+@pytest.mark.soak
 def test_one_kill_changes_no_token_and_loses_no_stream() -> None:
     with Lateness() as lateness:
         figures = run(kills=1, ranks=2, streams=3, sizes=Sizes(200, 40))

@@ -63,7 +63,6 @@ class Run:
             jobs = [asyncio.create_task(self._read(client, spec)) for spec in specs()]
             if victims:
                 await self._kill(victims)
-                assert not any(job.done() for job in jobs), "the streams were over"
             return list(await asyncio.gather(*jobs))
 
     async def _read(self, client: AsyncClient, spec: Spec) -> list[int]:

@@ -1,5 +1,6 @@
 """Processes of a live node are killed for real: it heals, and no token of any stream changes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -66,6 +67,7 @@ def test_a_killed_process_changes_no_token(
     assert_whole(three)
 
 
+@pytest.mark.soak
 def test_two_of_three_workers_fall_at_once_and_one_again(
     three: Node, requests: Any, fault_free: Any
 ) -> None:
@@ -142,7 +144,8 @@ def test_queues_are_readable_while_a_scheduler_is_stopped(three: Node) -> None:
         (found,) = three("queues")
         assert [rank["slot"] for rank in found["ranks"]] == [0, 1, 2]
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # replaced meanwhile: it hung for over 1.5 s
+            os.kill(pid, signal.SIGCONT)
     three.wait_healthy()
 
 

@@ -15,7 +15,7 @@ from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Spec
 from phalanx.services.gateway.suspects import FALLS_MAX
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 POISON = 666
 # Read by every Python that starts: a worker of this node dies over a request with that seed.
@@ -69,7 +69,6 @@ def test_a_request_over_which_the_worker_dies_ends_alone(
     assert_whole(node)
 
 
-@pytest.mark.soak
 def test_the_only_worker_falls_twice_and_no_token_changes(start_node: Callable[..., Node]) -> None:
     node, requests = start_node(1), others(6)
     fault_free = tokens(node.generate(requests))

@@ -25,7 +25,7 @@ from phalanx.protocol.placement import Placement, copies
 from phalanx.services.client import Spec
 from phalanx.testing.node import Node, Streams
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 # A plan whenever it gains anything at all, and soon.
 EPLB = {"period_s": 0.2, "min_rows": 8, "margin": 0.0}
@@ -128,7 +128,6 @@ def test_a_death_in_a_drawn_phase_changes_nothing(
     dies(moving, fault_free, *death)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("death", DEATHS, ids=str)
 def test_a_death_in_any_phase_changes_nothing(
     moving: Node, fault_free: Streams, death: tuple[str, str]
@@ -136,7 +135,6 @@ def test_a_death_in_any_phase_changes_nothing(
     dies(moving, fault_free, *death)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("name", SUPERVISOR)
 def test_after_the_death_of_the_supervisor_up_goes_on(
     start_node: Callable[..., Node], options: tuple[str, ...], fault_free: Streams, name: str

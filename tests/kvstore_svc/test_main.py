@@ -15,6 +15,7 @@ from phalanx.bench.kvstore_process import Caller, StoreProcess
 from phalanx.protocol.arena import Handle
 from phalanx.protocol.kvkeys import block_keys
 from phalanx.protocol.messages import Error, Get, PutDone
+from phalanx.testing.node import wait_for
 
 BLOCK = 114_048
 pytestmark = pytest.mark.process
@@ -189,6 +190,7 @@ def test_a_clean_stop_seals_and_the_next_start_scans_nothing(store: StoreProcess
             assert caller.put(key_of(number), data_of(number)).stored
         assert store.stop() == 0
     store.start()
+    wait_for(lambda: len(store.log_events("store open")) == 2, 10, "what it found, in its log")
     last = store.log_events("store open")[-1]
     assert (last["records"], last["scanned"]) == (20, 0)
 
