@@ -136,7 +136,7 @@ def a_gateway_that_is_replaced_drains(patch: Patch) -> None:
 # ---------------------------------------------------------------- worker
 
 
-@planted(seeds=100, first=20)
+@planted(seeds=100, first=80)
 def receives_into_the_old_region(patch: Patch) -> None:
     """What a dying peer stored for an earlier epoch counts in this one."""
 
@@ -191,7 +191,7 @@ def no_fence(patch: Patch) -> None:
     patch.setattr(Scheduler, "_release", release)
 
 
-@planted(seeds=60)
+@planted(seeds=60, first=20)
 def one_link_for_all_workers(patch: Patch) -> None:
     """The next worker finds the plans that the last one did not run."""
 
@@ -357,7 +357,7 @@ def the_log_lacks_the_scores_of_prompts(patch: Patch) -> None:
     patch.setattr(Disk, "has", lambda self, message: True)
 
 
-@planted(seeds=60)
+@planted(seeds=60, first=15)
 def the_log_is_not_read(patch: Patch) -> None:
     def recover(self: Stream, produced: object, scored: object) -> None:
         self.logged = 0
@@ -365,7 +365,7 @@ def the_log_is_not_read(patch: Patch) -> None:
     patch.setattr(Stream, "recover", recover)
 
 
-@planted(seeds=80, first=60)
+@planted(seeds=80, first=100)
 def the_log_is_told_beyond_a_stop_string(patch: Patch) -> None:
     """It holds what a rank made before it was told to stop; only the text says where the end is."""
 

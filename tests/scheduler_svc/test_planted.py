@@ -557,6 +557,7 @@ FIRST: dict[Planter, int] = {
     old_attempt_stays: 25,
     final_said_once: 9,
     lost_fork_goes_on: 12,
+    restored_into_wrong_blocks: 20,
 }
 
 
