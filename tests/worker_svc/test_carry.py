@@ -8,7 +8,6 @@ from functools import lru_cache
 import msgspec
 import numpy as np
 import pytest
-import torch
 from engine_served import Ask, Served
 from engine_world import EngineWorld, Request
 from forward_world import weights_of
@@ -27,11 +26,6 @@ SETTINGS = (
     Sampling(temperature=1.0, seed=6, forced_token_ids=(9, 8, 7)),
 )
 LENGTHS = (1, 30, 128, 61, 5, 121)  # the last one meets its second block while it decodes
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def asks(shape: str) -> list[Ask]:

@@ -12,11 +12,6 @@ from phalanx.worker_svc.model.moe import LocalExperts
 ALL = pytest.mark.parametrize("shape", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def world_with_drafts(shape: str, seed: int = 0) -> World:
     return World(shape, seed=seed, draft_experts=LocalExperts(weights_of(shape)))
 

@@ -5,7 +5,6 @@ import math
 import random
 
 import pytest
-import torch
 from engine_world import EngineWorld, Request
 from forward_world import weights_of
 from msgspec.structs import replace
@@ -46,11 +45,6 @@ SETTINGS = {
     "prompt": Sampling(temperature=0.7, seed=11, top_k=9, prompt_logprobs=2, logprobs=1),
     "prompt alone": Sampling(temperature=1.4, seed=12, prompt_logprobs=0),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def requests(shape: str, seed: int) -> list[Request]:

@@ -4,15 +4,13 @@ Ranks are threads here, over real arenas, doorbells and flags; whole processes a
 """
 
 import threading
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from phalanx.protocol import arena as arenas
 from phalanx.protocol.board import Board
 from phalanx.protocol.errors import EpochChanged
 from phalanx.protocol.placement import (
@@ -36,24 +34,6 @@ from phalanx.worker_svc.model.tensors import num_experts
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "tiny-a"
 CONFIG = ModelConfig.load(GOLDEN)
 EPOCH = 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def board() -> Iterator[Board]:
-    node = f"test{uuid.uuid4().hex[:8]}"
-    board = Board.create(node)
-    board.set_epoch(EPOCH, [])
-    yield board
-    board.close()
-    assert arenas.names(node) == []
 
 
 def weights_of(placement: Placement, seat: int) -> Weights:

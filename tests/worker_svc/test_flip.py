@@ -6,8 +6,6 @@ the second move takes slots that the first has left.
 """
 
 import threading
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 from forward_world import DEVICE
 
 import phalanx.worker_svc.rebalance as rebalance_module
-from phalanx.protocol import arena as arenas
 from phalanx.protocol.board import Board, Vote
 from phalanx.protocol.placement import EMPTY, Placement, copies, initial_placement, widened
 from phalanx.protocol.topology import Proposal
@@ -40,24 +37,6 @@ CONFIG = ModelConfig.load(GOLDEN)
 EPOCH, SEATS, STEPS, CHUNK = 2, [0, 1, 2], 12, 3
 PIECES = CONFIG.num_hidden_layers + 2  # turns of a rank before a step: it gets ready in two such
 EXPERTS = CONFIG.n_routed_experts
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def board() -> Iterator[Board]:
-    node = f"test{uuid.uuid4().hex[:8]}"
-    board = Board.create(node)
-    board.set_epoch(EPOCH, [])
-    yield board
-    board.close()
-    assert arenas.names(node) == []
 
 
 def placements() -> list[Placement]:

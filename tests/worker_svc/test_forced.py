@@ -2,18 +2,12 @@
 its own opinion."""
 
 import pytest
-import torch
 from engine_world import EngineWorld, Request
 from forward_world import weights_of
 
 from phalanx.protocol.messages import Sampling
 
 PROMPT = [5, 9, 17, 33, 4]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,7 +3,6 @@ would have alone, whatever the prompt's place in blocks and windows, with chunks
 also where the early tokens of a prompt skip the later layers."""
 
 import pytest
-import torch
 from engine_served import Ask, Served
 from engine_world import MAX_LEN
 from forward_world import weights_of
@@ -13,11 +12,6 @@ from phalanx.protocol.messages import Sampling
 
 OUTPUTS = 6
 SEEDS = (11, 12, 13)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def assert_as_if_alone(served: Served, shape: str, lengths: tuple[int, ...], abandon: int) -> None:

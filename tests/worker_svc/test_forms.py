@@ -17,11 +17,6 @@ from phalanx.worker_svc.model.golden import load
 IDS = [3, 7, 500, 31, 3, 7, 200, 9, 11, 12, 450]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def packed(monkeypatch: pytest.MonkeyPatch) -> Weights:
     monkeypatch.setattr(footprint, "PACKED_ABOVE_BYTES", 0)

@@ -19,11 +19,6 @@ from phalanx.worker_svc.model.moe import run_expert_pairs
 ALL = pytest.mark.parametrize("shape", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def random_schedule(shape: str, seed: int) -> None:
     """Sequences advance in random company by random portions: prompt chunks, single tokens, and
     verification rows of which some are wrong; some steps are abandoned. Every logit is compared."""

@@ -12,11 +12,6 @@ from phalanx.worker_svc.model.moe import run_expert_pairs
 ALL = pytest.mark.parametrize("shape", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def random_pairs(shape: str, count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Slots, some of them crowded, rows and weights."""
     weights = weights_of(shape)

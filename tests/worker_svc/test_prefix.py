@@ -11,11 +11,6 @@ from phalanx.worker_svc.model.reader import Reader
 ALL = pytest.mark.parametrize("shape", SHAPES)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def stored(world: World, slot: int, length: int) -> tuple[list[bytes], bytes]:
     """What a store holds of a prefix: the bytes of its full blocks and of its state slot."""
     blocks = [world.pools.blocks[i].numpy().tobytes() for i in world.blocks[slot][: length // 128]]

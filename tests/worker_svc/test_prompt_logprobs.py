@@ -13,11 +13,6 @@ ALL = pytest.mark.parametrize("shape", SHAPES)
 PROMPT, OUTPUTS, BEST = 23, 22, 3
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def decoded(shape: str, *, beside: int) -> tuple[list[int], TokenLogprobs]:
     """A text of which the last tokens were drawn at temperature 1, and what the draws reported."""
     world = World(shape, seed=4)

@@ -19,11 +19,6 @@ ALL = pytest.mark.parametrize("shape", SHAPES)
 PROMPT, LENGTH = 141, 171
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class TruncatedWorld(World):
     """All sequences have the same prompt length; logits are taken where they are computed."""
 
