@@ -469,6 +469,7 @@ def rss(pid: int) -> int:
     return pages * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.timed
 def test_a_hand_over_does_not_wait_for_a_client_that_reads_nothing(node: GatewayNode) -> None:
     """It reads on from the successor; everybody else would wait with it."""
     took_s = [_hand_over(node, 0)]
