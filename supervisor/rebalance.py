@@ -47,9 +47,8 @@ class Rebalancing:
     copied_ns: int = 0  # when all ranks were ready
     steps: int = 0  # of the group, when all ranks were ready
     why: str = ""  # it is withdrawn
-    words: tuple[
-        PlacementWords, ...
-    ] = ()  # of all members, as seen last; empty: not since it got here
+    # Of all members, as seen last; empty: not since it got here.
+    words: tuple[PlacementWords, ...] = ()
 
     @property
     def told(self) -> str:

@@ -260,7 +260,7 @@ class Spawner:
             env={**os.environ, **spec.environment()},
             pass_fds=(death_fd, self._life_read, self._lock_fd),
             process_group=0,  # Ctrl-C at the terminal is for the supervisor alone
-            # Our only other threads are ZeroMQ's, and they hold no lock of Python's.
+            # Other threads of ours (ZeroMQ's, of the log, that look at disks) may hold locks: it takes none.
             preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509
         )
 

@@ -26,9 +26,7 @@ from phalanx.services.gateway.entries import Note, Placed, Produced, Recovered, 
 
 MS = 1_000_000
 MAGIC = b"PHXTOK1\n"
-FIRST_BYTES_MAX = (
-    64 << 20
-)  # of what a file begins with: streams beyond are made again after a death
+FIRST_BYTES_MAX = 64 << 20  # that a file begins with: streams beyond are made again after a death
 GROWTH_BYTES = 4 << 20  # a file grows by this, or to twice what it began with, before the next one
 AGAIN_NS = 1_000 * MS  # between two tries to make one, while /dev/shm is full
 _NOTES_PER_FRAME = 1024
