@@ -73,9 +73,8 @@ PROMPT_ROWS_MIN = 16
 # than usual that streams of the ranks that live notice: there may be such rows at each of these ranks.
 MOVED_STEP_US, MOVED_LONGER_US = 50_000, 45_000
 SETTLING_NS = 10_000_000_000  # so long after a change of the group all prompts come in such steps
-MOVED_ROWS = (
-    128  # that they get in their first step; as long as they use them up, twice as many in the next
-)
+# That they get in their first step; as long as they use them up, twice as many in the next.
+MOVED_ROWS = 128
 RESENT_RECORDS = 8192  # of prompt log-probabilities in one message
 FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
 

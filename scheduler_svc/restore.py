@@ -187,10 +187,8 @@ class Restorer:
         call = next(self._calls)
         self._gets[call] = load, nbytes
         load.calls.add(call)
-        self._generations[region] = (
-            self._generations[region] + 1
-        ) & 0xFFFFFFFF  # as the arena counts
-        generation = self._generations[region]
+        generation = (self._generations[region] + 1) & 0xFFFFFFFF  # as the arena counts
+        self._generations[region] = generation
         return Get(call, key, Handle(self.arena, at, nbytes, (nbytes,), "u1", region, generation))
 
     # ------------------------------------------------------------ what goes wrong

@@ -129,9 +129,8 @@ class Rank:
         """Copy what the plan in hand builds on, before anybody waits for it in a step."""
         try:
             self._backend.restore(plan)
-        except (
-            ArenaError
-        ) as error:  # removed, or this process may open no more files; or its scheduler ended
+        except ArenaError as error:
+            # It was removed, or this process may open no more files; or its scheduler ended.
             if self._unread != plan.staging:  # once for each: one plan may follow the other
                 self._unread = plan.staging
                 self._service.log.warning("nothing is restored from here", error=str(error))
