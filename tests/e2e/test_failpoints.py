@@ -49,6 +49,10 @@ def check(field: Field, case: Case) -> None:
     def passed() -> bool:
         return node.came_up(case.process).get(case.name, 0) >= case.nth
 
+    def replaced() -> bool:
+        now = node.process(case.process)
+        return now is not None and now.incarnation > born.incarnation
+
     def meanwhile() -> None:
         if case.moves:
             with mover(node) as experts:
@@ -66,9 +70,8 @@ def check(field: Field, case: Case) -> None:
         got = node.run(field.specs, meanwhile)
         wait_for(passed, 60, "the point")
         assert got == field.fault_free
+        wait_for(replaced, 60, "a new process")  # one that stopped a moment ago is not noticed yet
         node.wait_healthy()
-        now = node.process(case.process)
-        assert now is not None and now.incarnation > born.incarnation
         wait_for(node.whole, 60, "every block and slot back")
         assert node.run(field.specs) == field.fault_free
     finally:
