@@ -35,9 +35,8 @@ from phalanx.protocol.queues import step_times
 from phalanx.services.client_async import AsyncClient, AsyncStream
 from phalanx.supervisor.commands.node import private_node
 
-MARGIN = (
-    1.6  # of the target over the undisturbed time; below the goal of 2, for what a guess is off
-)
+# Of the target over the undisturbed time; below the goal of 2, for what a guess is off.
+MARGIN = 1.6
 STREAM_PROMPT, LOAD_PROMPT = 24, 1500
 WAITING_PROMPTS = 4  # always so many at once while prompts saturate
 SHORT_PROMPT, LONG_PROMPT = 100, 16_000

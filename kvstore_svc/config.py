@@ -21,9 +21,8 @@ class StoreConfig(msgspec.Struct, frozen=True):
     ttl_default: int = 1  # index of the class of a put that names no time
     write_bytes_max: int = 4 << 20  # one write; larger ones do not get faster
     writes_in_flight: int = 2  # of one stream of records: one is synced while the next is written
-    sync_after_ns: int = (
-        1_000_000_000  # the longest that a record answered from memory stays unsynced
-    )
+    # The longest that a record answered from memory stays unsynced.
+    sync_after_ns: int = 1_000_000_000
     retry_after_ns: int = 5_000_000_000  # caching stays off this long after a full or failing disk
     queue_max: int = 4096  # calls that wait for a memory frame; beyond: declined
 

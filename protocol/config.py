@@ -90,9 +90,8 @@ class EplbConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spare_slots: int = 1
     rebalance: bool = True  # plans are applied; else they are only made, and shown
     period_s: float = 10.0  # a plan at most this often
-    min_rows: int = (
-        1024  # of a layer, in the window: fewer choices of experts say nothing of the load
-    )
+    # Of a layer, in the window: fewer choices of experts say nothing of the load.
+    min_rows: int = 1024
     # What a plan must gain, its moves paid for: a share of the time that the mean rank needs for its experts.
     margin: float = 0.02
 

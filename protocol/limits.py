@@ -38,9 +38,8 @@ TOLD_MS = 5_000  # of silence, whatever the reason: health names it
 # rank costs about as much as this wait: its sequences are computed again, its successor loads for seconds.
 STALLED_MS = 10_000
 STALL_TOLD_MS = 1_000  # of one such sleep: health names it
-STARVED_MS_MAX = (
-    30_000  # a process that waits for a CPU or a disk is given this much longer at most
-)
+# A process that waits for a CPU or a disk is given this much longer at most.
+STARVED_MS_MAX = 30_000
 # CPU time that a service may use between two signs of life. The longest pass of a scheduler is some ms, of the
 # others some tens of ms: what takes longer runs in threads beside their loops.
 SPIN_MS = 5_000

@@ -52,9 +52,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     blocked_token_ids: tuple[int, ...] = ()  # never chosen
     logprobs: int | None = None  # None: none; k: of the chosen token and of the k likeliest
     raw_logprobs: bool = False  # those of the model's own logits, before anything above
-    prompt_logprobs: int | None = (
-        None  # None: none; k: of the prompt's tokens and of the k likeliest
-    )
+    # None: none; k: of the prompt's tokens and of the k likeliest.
+    prompt_logprobs: int | None = None
     predicted_token_ids: tuple[int, ...] = ()  # the outputs the client expects: drafts, by index
     forced_token_ids: tuple[int, ...] = ()  # the first outputs are these, whatever would be sampled
 
@@ -816,9 +815,8 @@ class Inject(Message, frozen=True):
     call: int
     kind: str
     target: str  # a process name, a prefix of names, random:PREFIX for one of them, or `all`
-    ms: int = (
-        0  # how long it lasts (0: for ever); of `slow`, `delay` and a sleep: how much at a time
-    )
+    # How long it lasts (0: for ever); of `slow`, `delay` and a sleep: how much at a time.
+    ms: int = 0
     rate: float = 1.0  # of the messages (or turns, or writes)
     count: int = 0  # so often, then no more; 0: without end
     only: str = ""  # messages of this type; this disk; with `failpoint` its name

@@ -112,9 +112,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=2):
     aborted: bool
     counts: bytes = b""  # uint8, for each sampled sequence in plan order: its new tokens
     tokens: bytes = b""  # int32 [sum(counts)]
-    status: bytes = (
-        b""  # uint8 SampleStatus for each sampled sequence: 0, or why no more tokens came
-    )
+    # A uint8 SampleStatus for each sampled sequence: 0, or why no more tokens came.
+    status: bytes = b""
     logprobs: tuple[TokenLogprobs | None, ...] = ()  # parallel to tokens; empty: none was asked for
     step_us: int = 0
     # For each sequence that asked for them and has rows before its last prompt token, in plan order:

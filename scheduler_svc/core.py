@@ -127,9 +127,8 @@ class Scheduler:
         # After an abandoned step no plan is made until all under way have come back: they are
         # abandoned, too, and so would be one that was made before that is known.
         self._draining = False
-        self._turn = (
-            0  # policy `ballot`: the group waits for a plan of prompts, or for our declining
-        )
+        # Policy `ballot`: the group waits for a plan of prompts, or for our declining.
+        self._turn = 0
         self._offer = Offer()  # the newest that the worker has
         self._serial = 0
         self._plan_seq = 0
@@ -139,9 +138,8 @@ class Scheduler:
         self._out: list[BusToGateway] = []
         self._load = LoadReport()
         self._cost = StepCost()
-        self._moved_rows = (
-            MOVED_ROWS  # that sequences which moved here get in the next step at most
-        )
+        # That sequences which moved here get in the next step at most.
+        self._moved_rows = MOVED_ROWS
         self._resumes = False  # the group stopped: the next step is the first one since
         self._first_plan = 0  # for running sequences since the group stopped, while it is under way
         self._settling_until_ns = 0

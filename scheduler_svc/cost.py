@@ -15,9 +15,8 @@ STEPS_MIN = 8  # steps before the estimate is used
 ROWS_UNIT, CONTEXT_UNIT = 1e-2, 1e-5  # scales, so that the fit is sound
 UNIT = np.array([1.0, ROWS_UNIT, CONTEXT_UNIT])
 RIDGE = 1e-3  # keeps what was never varied at zero
-GROWTH = (
-    2  # a step has at most so many times the rows of the widest one seen: no leap into the dark
-)
+# A step has at most so many times the rows of the widest one seen: no leap into the dark.
+GROWTH = 2
 
 
 class StepCost:

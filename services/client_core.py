@@ -208,9 +208,8 @@ class ClientCore:
         if now_ns < self._scan_at_ns:
             return
         if self._heard_ns is not None and now_ns - self._scan_at_ns > PING_NS:
-            self._heard_ns = (
-                now_ns  # nobody listened for a while: that is not the gateway's silence
-            )
+            # Nobody listened for a while: that is not the gateway's silence.
+            self._heard_ns = now_ns
         self._scan_at_ns = now_ns + SCAN_NS
         for flow in list(self._open.values()):
             if flow.deadline_ns is not None and now_ns >= flow.deadline_ns:

@@ -73,9 +73,8 @@ class SeatRecord:
     fingerprint: str = ""
     expert_slots: int = 0  # of a layer, that its worker has room for at most; 0: any number
     leaving: bool = False  # is in no group from the next GO on
-    kept_out: bool = (
-        False  # is ready, and has room for so few experts that with it there is none for all
-    )
+    # Is ready, and has room for so few experts that with it there is none for all.
+    kept_out: bool = False
     note: str = ""  # why it comes late, for people
 
     @property
@@ -103,9 +102,8 @@ class Group:
     members: dict[int, int] = field(default_factory=dict[int, int])  # seat -> worker incarnation
     # Members that have not acknowledged the running phase yet.
     waiting: dict[int, Patience] = field(default_factory=dict[int, Patience])
-    finishing_ns: int = (
-        0  # since when members may finish the step under way before they stop; 0: no more
-    )
+    # Since when members may finish the step under way before they stop; 0: no more.
+    finishing_ns: int = 0
     change: Change | None = None
     records: list[EpochRecord] = field(default_factory=list[EpochRecord])
     fingerprint: str = ""  # of the numerics: set by the first group, then fixed

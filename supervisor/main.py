@@ -443,11 +443,13 @@ class Node:
 
     def _may_act(self, now_ns: int) -> bool:
         """Whether what was put off may be done. Starting a process or freeing memory takes milliseconds, and one
-        that starts from nothing takes a CPU for seconds; not so one that is forked."""
+        that starts from nothing takes a CPU for seconds; not so one that is forked, where a CPU is left for it."""
         if now_ns - self._later_ns > _LATER_NS or not self._streams_wait:
             return True
+        if self._core.awaits_acks or len(os.sched_getaffinity(0)) <= len(self._core.group.members):
+            return False
         specs = [self._core.processes[a.name].spec for a in self._later if isinstance(a, Spawn)]
-        return not self._core.awaits_acks and any(map(self._spawner.forks, specs))
+        return any(map(self._spawner.forks, specs))
 
     def _set_epoch(self, action: SetEpoch) -> None:
         epoch = action.epoch

@@ -49,9 +49,8 @@ class Process:
     progress: int = 0
     progress_ns: int = 0  # when `progress` was last seen to grow, or the process had nothing to do
     awaits: int = 0  # a rank in a step: the seats that it waits for, one bit each
-    awaited_ns: int = (
-        0  # since when its peers wait for this rank, and it gets nowhere; 0: they do not
-    )
+    # Since when its peers wait for this rank, and it gets nowhere; 0: they do not.
+    awaited_ns: int = 0
     fraction: float = -1.0  # done of the phase of its start; -1: unknown
     detail: str = ""  # what it does, or why it is not there
     ended: str = ""  # why its last incarnation ended, for people

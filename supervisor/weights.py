@@ -21,9 +21,8 @@ from phalanx.supervisor.spawn import die_with
 
 _FILLER = [sys.executable, "-P", "-m", "phalanx.worker_svc.host_weights"]
 _GRACE_S = 1.0
-_STILL_NS = (
-    120_000_000_000  # without a tick of CPU time; it gives way to everybody, so it may be slow
-)
+# As long it may be without a tick of CPU time; it gives way to everybody, so it may be slow.
+_STILL_NS = 120_000_000_000
 _AGAIN_NS, _AGAIN_NS_MAX = (
     60_000_000_000,
     3_600_000_000_000,

@@ -16,9 +16,8 @@ from phalanx.protocol.board import ROUNDS, Board, ProcessPhase
 from phalanx.protocol.errors import EpochChanged, PhalanxError
 from phalanx.protocol.limits import EXCHANGE_DEADLINE_MS
 
-_SPIN_TURNS = (
-    20  # looks before the first sleep: a peer that is about to finish costs no system call
-)
+# Looks before the first sleep: a peer that is about to finish costs no system call.
+_SPIN_TURNS = 20
 _SLICE_MS = 20.0  # longest sleep between looks at the epoch word; also bounds a lost wake-up
 # Looks are never that far apart unless we did not run (a paused container): then nobody did, and nobody is late.
 _GAP_NS = 1_000_000_000

@@ -19,9 +19,8 @@ class Hand:
     """Of one link: `reset` when the scheduler has made a new one."""
 
     def __init__(self) -> None:
-        self._turn = (
-            0  # the newest; never goes back, so that an old answer is never taken for a new one
-        )
+        # The newest; never goes back, so that an old answer is never taken for a new one.
+        self._turn = 0
         self._patience_ns = PATIENCE_NS
         self._offer = Offer()
         self.reset(0)

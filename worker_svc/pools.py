@@ -37,9 +37,8 @@ class GpuPlan:
     weights: int  # and whatever else this process holds already
     others: int  # held by other processes, and by the driver
     workspace: int  # for the activations of the largest step
-    graphs: int = (
-        0  # for recorded steps: what they compute in between and leave, and their launches
-    )
+    # For recorded steps: what they compute in between and leave, and their launches.
+    graphs: int = 0
     kernels: int = 0  # their code, once they were launched
 
     @property

@@ -39,9 +39,8 @@ class StopScanner:
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._lookback = (
-            ""  # the longest end of the text so far that may still become a stop string
-        )
+        # The longest end of the text so far that may still become a stop string.
+        self._lookback = ""
         self.num_tokens = 0  # tokens of the stream so far
         self.stop: str | None = None
 

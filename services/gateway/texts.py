@@ -77,9 +77,8 @@ class Tokenizer:
     calls: dict[int, Given] = field(default_factory=dict)
     encoding: int = 0  # characters in flight
     decoding: int = 0  # tokens in flight
-    late_until_ns: int = (
-        0  # it did not answer in time: until then, or its next answer, others come first
-    )
+    # It did not answer in time: until then, or its next answer, others come first.
+    late_until_ns: int = 0
 
     @property
     def busy(self) -> float:

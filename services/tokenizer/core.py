@@ -30,9 +30,8 @@ from phalanx.services.tokenizer.detokenize import make_detokenizer
 from phalanx.services.tokenizer.encode import TextEncoder, without_added_tokens
 
 DEFAULT_TOKENIZER = Path(__file__).with_name("tokenizer.json")
-UNCUT_CHARS_MAX = (
-    4_000_000  # text without a place to cut; it costs some 190 bytes of memory a character
-)
+# Text without a place to cut; it costs some 190 bytes of memory a character.
+UNCUT_CHARS_MAX = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)

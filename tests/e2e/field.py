@@ -10,9 +10,8 @@ from phalanx.protocol.messages import Sampling
 from phalanx.services.client import Spec
 from phalanx.testing.node import Node, Streams
 
-DEATHS_MAX = (
-    5  # of a process in a node's life here: at the ninth within a minute it would be given up
-)
+# Of a process in a node's life here: at the ninth within a minute it would be given up.
+DEATHS_MAX = 5
 
 
 def specs(tokens: int) -> list[Spec]:
