@@ -82,6 +82,7 @@ from phalanx.supervisor.events import (
 from phalanx.supervisor.files import CONFIG_GONE, Files, Tended
 from phalanx.supervisor.group import Placements
 from phalanx.supervisor.inject import SUPERVISOR, Injector, SetFaults
+from phalanx.supervisor.later import Later
 from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
@@ -94,8 +95,6 @@ from phalanx.supervisor.weights import WeightsKeeper
 OnEvent = Callable[[Tell], None]
 TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
 _MESSAGES_PER_TURN = 256
-_CALM_NS = 200_000_000  # how long the first steps of a new group have the CPUs for themselves
-_LATER_NS = 500_000_000  # how long slow actions are put off at most
 _FLUSH_S = 0.05
 _WARNINGS = frozenset(
     {"lost", "ended", "unhealthy", "stop", "failed", "change failed", "rebalance withdrawn"}
@@ -211,9 +210,7 @@ class Node:
         ] = []  # who asked for the shutdown: peer, call
         self._finished: Finished | None = None
         self._phases_told: set[tuple[str, str]] = set()
-        self._later: list[Spawn | Sweep] = []  # slow, and streams wait for something else
-        self._later_ns = 0
-        self._calm_until_ns = 0
+        self._later = Later(lambda name: self._spawner.forks(self._core.processes[name].spec))
         self._standbys = Standbys()
         self._interrupts = 0
         self._injector = Injector(
@@ -254,7 +251,7 @@ class Node:
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
-                if self._later and self._may_act(time.monotonic_ns()):
+                if self._later.due(time.monotonic_ns(), self._core.awaits_acks, self._spare_cpus):
                     self._do_what_was_put_off()
                 self._handle_events()
             return self._end(self._finished)
@@ -406,8 +403,7 @@ class Node:
                 case Propose():
                     self._propose(action)
                 case Spawn() | Sweep() if self._streams_wait:
-                    self._later_ns = self._later_ns if self._later else time.monotonic_ns()
-                    self._later.append(action)
+                    self._later.put_off(action, time.monotonic_ns())
                 case Kill(name, incarnation, number):
                     self._do_what_was_put_off()  # it may be for a child that is yet to start
                     child = self._watch.children.get(name)
@@ -438,18 +434,11 @@ class Node:
 
     @property
     def _streams_wait(self) -> bool:
-        """For the group, which changes, or for its first steps since."""
-        return self._core.awaits_acks or time.monotonic_ns() < self._calm_until_ns
+        return self._later.streams_wait(time.monotonic_ns(), self._core.awaits_acks)
 
-    def _may_act(self, now_ns: int) -> bool:
-        """Whether what was put off may be done. Starting a process or freeing memory takes milliseconds, and one
-        that starts from nothing takes a CPU for seconds; not so one that is forked, where a CPU is left for it."""
-        if now_ns - self._later_ns > _LATER_NS or not self._streams_wait:
-            return True
-        if self._core.awaits_acks or len(os.sched_getaffinity(0)) <= len(self._core.group.members):
-            return False
-        specs = [self._core.processes[a.name].spec for a in self._later if isinstance(a, Spawn)]
-        return any(map(self._spawner.forks, specs))
+    @property
+    def _spare_cpus(self) -> int:
+        return len(os.sched_getaffinity(0)) - len(self._core.group.members)
 
     def _set_epoch(self, action: SetEpoch) -> None:
         epoch = action.epoch
@@ -457,7 +446,7 @@ class Node:
             failpoint("supervisor.go.before_even")
         self._board.set_epoch(epoch, list(action.seats), ends_steps=action.ends_steps)
         if epoch % 2 == 0:
-            self._calm_until_ns = time.monotonic_ns() + _CALM_NS
+            self._later.group_runs(time.monotonic_ns())
         failpoint("supervisor.go.after_even" if epoch % 2 == 0 else "supervisor.stop.after_odd")
 
     def _publish(self, publish: Publish) -> None:
@@ -483,8 +472,7 @@ class Node:
             failpoint("supervisor.rebalance.after_propose")
 
     def _do_what_was_put_off(self) -> None:
-        actions, self._later = self._later, []
-        for action in actions:
+        for action in self._later.take():
             match action:
                 case Spawn(name, incarnation):
                     self._spawn(name, incarnation)
