@@ -21,9 +21,11 @@ from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
 from phalanx.services.client_core import ClientCore
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
-from phalanx.services.gateway.entries import Accept, Note, Produced, Recovered, Scored
+from phalanx.services.gateway.entries import Note, Op, Produced, Recovered, Scored
+from phalanx.services.gateway.lives import Lives
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.placement import Placement
+from phalanx.services.gateway.recovery import Recovery
 from phalanx.services.gateway.seats import Seat
 from phalanx.services.gateway.streams import End, Place, Request, Stream
 from phalanx.supervisor.changes import Changes
@@ -213,12 +215,18 @@ def an_abandoned_step_is_not_planned_again(patch: Patch) -> None:
 
 @planted(seeds=5)
 def accepts_before_the_journal_has_synced(patch: Patch) -> None:
-    def tokenized(self: Core, pending: Pending, prompt_ids: Sequence[int]) -> None:
-        entry = self._admission.resolve(pending, prompt_ids, None, self._fingerprint)
-        self._ledger.add(Accept(entry))
-        self._accept(pending, self._tick_at_ns)
+    right = Core.take_ops
 
-    patch.setattr(Core, "_tokenized", tokenized)
+    def take(self: Core) -> tuple[int, list[Op]]:
+        waiting = self._logs._ledger._waiters
+        for number, waiter in list(waiting):
+            if isinstance(waiter, Pending):
+                waiting.remove((number, waiter))
+                request = self._admission.accept(waiter)
+                self._lives.accept(request, waiter.client, waiter.message.call, self._tick_at_ns)
+        return right(self)
+
+    patch.setattr(Core, "take_ops", take)
 
 
 @planted(seeds=20)
@@ -261,13 +269,13 @@ def commands_are_said_once(patch: Patch) -> None:
 
 @planted(seeds=60)
 def an_aborted_request_comes_back_to_life(patch: Patch) -> None:
-    right = Core._recover
+    right = Lives.recover
 
-    def recover(self: Core, one: Recovered, now_ns: int) -> None:
+    def recover(self: Lives, one: Recovered, now_ns: int) -> None:
         finals = {i: final for i, final in one.finals.items() if final.finish_reason != "abort"}
         right(self, Recovered(one.entry, finals, one.produced, one.scored), now_ns)
 
-    patch.setattr(Core, "_recover", recover)
+    patch.setattr(Lives, "recover", recover)
 
 
 @planted(seeds=60)
@@ -290,25 +298,25 @@ def resumes_at_the_beginning(patch: Patch) -> None:
 
 @planted(seeds=60)
 def tells_an_abort_before_it_is_on_disk(patch: Patch) -> None:
-    right = Core._abort_request
+    right = Lives._abort
 
-    def abort(self: Core, request: Request, end: End, now_ns: int) -> None:
+    def abort(self: Lives, request: Request, end: End, now_ns: int) -> None:
         right(self, request, end, now_ns)
         request.held = False
         self._delivery.offer(request)
 
-    patch.setattr(Core, "_abort_request", abort)
+    patch.setattr(Lives, "_abort", abort)
 
 
 @planted(seeds=60)
 def forgets_finals_of_the_last_life(patch: Patch) -> None:
     """Every sequence of an open request begins anew after a restart, for a reader that had its end."""
-    right = Core._recover
+    right = Lives.recover
 
-    def recover(self: Core, one: Recovered, now_ns: int) -> None:
+    def recover(self: Lives, one: Recovered, now_ns: int) -> None:
         right(self, Recovered(one.entry, {}, one.produced, one.scored), now_ns)
 
-    patch.setattr(Core, "_recover", recover)
+    patch.setattr(Lives, "recover", recover)
 
 
 @planted(seeds=100)
@@ -470,7 +478,7 @@ def a_token_too_many_is_left_to_the_successor(patch: Patch) -> None:
 @planted(seeds=40)
 def recovers_nothing(patch: Patch) -> None:
     """What no scheduler runs after a restart is never run again."""
-    patch.setattr(Core, "_end_recovery", lambda self, now_ns: None)
+    patch.setattr(Recovery, "free", lambda self, fingerprint, now_ns: ())
 
 
 # ---------------------------------------------------------------- client

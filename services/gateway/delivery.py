@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from phalanx.protocol.errors import Refused
 from phalanx.protocol.limits import CLIENT_STALL_MS
-from phalanx.protocol.messages import ClientReply
+from phalanx.protocol.messages import ClientReply, Error
 from phalanx.services.gateway.streams import Request
 
 MS = 1_000_000
@@ -33,9 +34,14 @@ class Client:
 class Delivery:
     def __init__(self) -> None:
         self._clients: dict[bytes, Client] = {}  # those with something to get
+        self.refused = 0  # commands
 
     def reply(self, identity: bytes, message: ClientReply) -> None:
         self._client(identity).replies.append(message)
+
+    def refuse(self, identity: bytes, call: int, refused: Refused) -> None:
+        self.refused += 1
+        self.reply(identity, Error(call, refused.code, refused.text, refused.retry_after_ms))
 
     def offer(self, request: Request) -> None:
         """The request may have something for its reader."""

@@ -673,7 +673,7 @@ def check_nothing_left(world: World) -> None:
     assert gateway is not None and gateway.idle and not world._writing
     admission = gateway._admission
     assert not admission.pending and not admission._by_call and not gateway._recovery
-    assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._abort_calls
+    assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._lives._abort_calls
     for seat in gateway._placement.seats.by_number.values():
         assert not seat.streams and not seat.handles
     assert not gateway._placement._aborts and not gateway._placement._aborting
@@ -696,8 +696,9 @@ def check_forgotten(world: World) -> None:
     """After the time for re-attachment nothing is remembered, in memory or on disk."""
     gateway = world.gateway
     assert gateway is not None
-    assert not gateway._requests and not len(gateway._kept) and not gateway._admission._by_key
-    assert gateway._kept._num_tokens == 0
+    lives = gateway._lives
+    assert not lives.requests and not len(lives._kept) and not gateway._admission._by_key
+    assert lives._kept._num_tokens == 0
     assert not world.disk.entries and not world.disk.finals
 
 

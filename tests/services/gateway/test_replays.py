@@ -137,7 +137,7 @@ def test_a_digest_alone_is_no_proof_of_a_part() -> None:
     desk = Desk()
     rid, _ = ended(desk)
     desk.passes(61_000)
-    desk.core._history._lighten(rid)
+    desk.core._reruns._history._lighten(rid)
     desk.clear()
     desk.asks(Replay(5, rid))
     ((seat, again),) = desk.submits()
@@ -173,7 +173,7 @@ def test_it_can_be_long_ago_and_without_its_tokens() -> None:
     desk = Desk()
     rid, _ = ended(desk)
     desk.passes(61_000)
-    desk.core._history._lighten(rid)
+    desk.core._reruns._history._lighten(rid)
     desk.clear()
     for last, equal in ((12, True), (63, False)):
         desk.asks(Replay(5, rid))

@@ -13,7 +13,8 @@ from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Spec
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
-from phalanx.services.gateway.entries import Note, Produced, Scored
+from phalanx.services.gateway.entries import Note, Op, Produced, Scored
+from phalanx.services.gateway.lives import Lives
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.streams import Request, Stream
 from phalanx.services.gateway.texts import Texts
@@ -127,26 +128,29 @@ def _gaps_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _accepted_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Core._tokenized
+    original = Core.take_ops
 
-    def tokenized(self: Core, pending: Pending, prompt_ids: Sequence[int]) -> None:
-        original(self, pending, prompt_ids)
-        if pending.entry is not None:
-            self._ledger._waiters.pop()
-            self._accept(pending, 0)
+    def take(self: Core) -> tuple[int, list[Op]]:
+        waiting = self._logs._ledger._waiters
+        for number, waiter in list(waiting):
+            if isinstance(waiter, Pending):
+                waiting.remove((number, waiter))
+                request = self._admission.accept(waiter)
+                self._lives.accept(request, waiter.client, waiter.message.call, 0)
+        return original(self)
 
-    monkeypatch.setattr(Core, "_tokenized", tokenized)
+    monkeypatch.setattr(Core, "take_ops", take)
 
 
 def _abort_told_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Core._abort_request
+    original = Lives._abort
 
-    def abort(self: Core, request: Request, end: object, now_ns: int) -> None:
+    def abort(self: Lives, request: Request, end: object, now_ns: int) -> None:
         original(self, request, end, now_ns)  # type: ignore[arg-type]
         request.held = False
         self._delivery.offer(request)
 
-    monkeypatch.setattr(Core, "_abort_request", abort)
+    monkeypatch.setattr(Lives, "_abort", abort)
 
 
 def _dead_tokenizers_keep_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ def test_how_often_a_request_fell_outlives_gateway_and_node() -> None:
         ops += desk.ops
     told = [op for op in ops if isinstance(op, Fell)]
     assert [(op.falls, op.tokens) for op in told] == [(n, 2) for n in range(2, FALLS_MAX)]
-    entry = desk.core._requests[poison].entry
+    entry = desk.core._lives.requests[poison].entry
     desk = Desk(Recovered(entry, falls=(told[-1],)), seats=1)
     for fall in range(2):
         while not (there := desk.submits()):
@@ -93,5 +93,5 @@ def test_how_often_a_request_fell_outlives_gateway_and_node() -> None:
         desk.produces(*there[0], 0, 10, 11)  # the same again: no new ones
         desk.scheduler(0, incarnation=fall + 2)
     desk.decodes()
-    (stream,) = desk.core._requests[poison].streams
+    (stream,) = desk.core._lives.requests[poison].streams
     assert stream.end is not None and stream.end.reason == "error"

@@ -113,7 +113,7 @@ def test_a_file_that_has_grown_is_replaced_by_what_is_still_of_use(
     assert notes is not None
     (told,) = recall([Recovered(entry())], notes)
     desk = Desk(told, seats=0)
-    assert desk.core._requests[R].streams[0].tokens == [7] * 400
+    assert desk.core._lives.requests[R].streams[0].tokens == [7] * 400
 
 
 def test_what_is_torn_or_damaged_ends_it(node: str, tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_logprobs_go_on_where_they_were() -> None:
     before.says(peer, Tokens(0, 1, 1, (item,)))
     notes = before.core.take_notes()
     assert list(before.core.all_notes())[1:] == [n for n in notes if not isinstance(n, Stamp)]
-    accepted = before.core._requests[rid].entry
+    accepted = before.core._lives.requests[rid].entry
     after = Desk(*recall([Recovered(accepted)], notes), seats=0)
     after.core.on_topology(MEMBERS, 0)
     after.says(T0, Hello("tokenizer-0", "tokenizer", 1))
@@ -288,14 +288,16 @@ def test_logprobs_go_on_where_they_were() -> None:
 
 def test_prompt_scores_come_before_tokens_from_the_log_as_well() -> None:
     desk = desk_after(piece(0, 10), sampling=Sampling(seed=1, max_tokens=9, prompt_logprobs=0))
-    assert desk.core._requests[R].streams[0].tokens == [10]  # a prompt of one token has no records
+    assert desk.core._lives.requests[R].streams[0].tokens == [
+        10
+    ]  # a prompt of one token has no records
     long = array("i", [5, 6, 7]).tobytes()
     other = Entry(
         R, long, Sampling(seed=1, max_tokens=9, prompt_logprobs=0), 1, True, "k", b"", "t", "f1"
     )
     for scores, tokens in ((b"\0" * 8, []), (b"\0" * 16, [10])):
         desk = Desk(*recall([Recovered(other)], [Scored(R, 0, scores), piece(0, 10)]), seats=0)
-        (stream,) = desk.core._requests[R].streams
+        (stream,) = desk.core._lives.requests[R].streams
         assert (stream.num_scores, stream.tokens) == (len(scores) // 8, tokens)
 
 
