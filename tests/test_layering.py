@@ -47,6 +47,7 @@ PURE = {
     "moves.py",
     "peers.py",
     "recovery.py",
+    "requests.py",
     "reruns.py",
     "seats.py",
     "streams.py",

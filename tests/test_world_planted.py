@@ -26,8 +26,9 @@ from phalanx.services.gateway.lives import Lives
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.recovery import Recovery
+from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.seats import Seat
-from phalanx.services.gateway.streams import End, Place, Request, Stream
+from phalanx.services.gateway.streams import End, Place, Stream
 from phalanx.supervisor.changes import Changes
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import AcksSeen, Action, Kill, Send

@@ -15,7 +15,7 @@ from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Generate, Sampling
 from phalanx.protocol.prompt_logprobs import record_bytes
 from phalanx.services.gateway.entries import Entry
-from phalanx.services.gateway.streams import Request
+from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.validate import check, resolve
 from phalanx.services.model_limits import ModelLimits
 

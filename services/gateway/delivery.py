@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from phalanx.protocol.errors import Refused
 from phalanx.protocol.limits import CLIENT_STALL_MS
 from phalanx.protocol.messages import ClientReply, Error
-from phalanx.services.gateway.streams import Request
+from phalanx.services.gateway.requests import Request
 
 MS = 1_000_000
 REPLIES_MAX = 65_536  # waiting for one client; a client that asks on without reading is given up

@@ -15,7 +15,8 @@ from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Difference, Final, TokenLogprobs
 from phalanx.services.gateway.entries import Entry
-from phalanx.services.gateway.streams import Request, Stream
+from phalanx.services.gateway.requests import Request
+from phalanx.services.gateway.streams import Stream
 
 _OVERHEAD_BYTES = 500  # of a record beside its arrays
 _LOGPROBS = msgspec.msgpack.Decoder(tuple[TokenLogprobs, ...])

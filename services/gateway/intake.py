@@ -8,7 +8,7 @@ from phalanx.services.gateway.admission import RETRY_AFTER_MS, Admission, Pendin
 from phalanx.services.gateway.delivery import Delivery
 from phalanx.services.gateway.logs import Logs
 from phalanx.services.gateway.placement import ids_of
-from phalanx.services.gateway.streams import Request
+from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.texts import EncodeJob, Texts
 
 

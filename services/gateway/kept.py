@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from phalanx.services.gateway.streams import Request
+from phalanx.services.gateway.requests import Request
 
 MS = 1_000_000
 KEEP_NS = 60_000 * MS  # a request stays for this long after its last delivery

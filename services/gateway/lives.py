@@ -15,7 +15,8 @@ from phalanx.services.gateway.kept import Kept
 from phalanx.services.gateway.logs import Logs
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.recovery import Recovery, recall
-from phalanx.services.gateway.streams import End, Request, Stream
+from phalanx.services.gateway.requests import Request
+from phalanx.services.gateway.streams import End, Stream
 from phalanx.services.gateway.texts import Texts
 
 MS = 1_000_000

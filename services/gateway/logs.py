@@ -23,7 +23,8 @@ from phalanx.services.gateway.entries import (
     Stamp,
 )
 from phalanx.services.gateway.ledger import Ledger
-from phalanx.services.gateway.streams import Request, Stream
+from phalanx.services.gateway.requests import Request
+from phalanx.services.gateway.streams import Stream
 
 MS = 1_000_000
 REWRITE_NS = 1_000 * MS  # between two times that all of a lost journal is written again

@@ -13,8 +13,9 @@ import msgspec
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import Final
 from phalanx.services.gateway.entries import Placed, Recovered
+from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.seats import Seats
-from phalanx.services.gateway.streams import End, Request, Stream
+from phalanx.services.gateway.streams import End, Stream
 from phalanx.services.gateway.texts import Texts
 
 MS = 1_000_000

@@ -14,8 +14,9 @@ from phalanx.services.gateway.history import History, Past, check_comparable
 from phalanx.services.gateway.logs import Logs
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.replays import Replays, Run
+from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.scrub import Scrubber, bits_of, probe_of
-from phalanx.services.gateway.streams import End, Request, Stream
+from phalanx.services.gateway.streams import End, Stream
 
 MS = 1_000_000
 

@@ -19,7 +19,8 @@ from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import TOP_LOGPROBS_MAX
 from phalanx.protocol.messages import Finding, Sampling, Scrubbed, ScrubReport, TokenLogprobs
 from phalanx.services.gateway.entries import Entry
-from phalanx.services.gateway.streams import Request, Stream
+from phalanx.services.gateway.requests import Request
+from phalanx.services.gateway.streams import Stream
 
 PROMPT_TOKENS_MAX = 1024  # of a request that is made again for this
 OUTPUTS_MAX = 16

@@ -1,4 +1,4 @@
-"""Requests and their token streams: from the scheduler's tokens to what a client may read. Pure.
+"""A request's token streams: from the scheduler's tokens to what a client may read. Pure.
 
 A stream keeps its tokens and, for each token, the text that this token released. So delivery can
 begin again at any token offset and says exactly the same.
@@ -6,7 +6,7 @@ begin again at any token offset and says exactly the same.
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from struct import Struct
 
 import msgspec
@@ -34,10 +34,8 @@ from phalanx.services.gateway.stops import StopScanner
 
 _ID = Struct("=i").pack
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
-DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
 PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
 SUSPECT_FALLS = 3  # see `suspects.py`
-TOKEN_BYTES = 40  # about what a token of a stream takes in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,130 +417,3 @@ class Stream:
             "".join(self.shown[start:end]),
             tuple(self.logprobs[start:end]),
         )
-
-
-@dataclass(slots=True)
-class View:
-    """Who reads a request, and how far each stream was handed over."""
-
-    client: bytes
-    cursors: list[int]
-    finals: list[bool]
-    proofs: dict[int, bytes]  # digests of what the reader has, by index, that are not yet compared
-    # By index: the end for this reader alone, of a stream that does not continue what it has.
-    ends: dict[int, Final] = field(default_factory=dict)
-    prompt_cursor: int = 0  # prompt tokens whose log-probabilities were handed over
-
-
-class Request:
-    """An accepted request."""
-
-    def __init__(self, entry: Entry, first_number: int) -> None:
-        self.entry = entry
-        self.streams = [Stream(entry, i, first_number + i) for i in range(entry.n)]
-        self.view: View | None = None
-        self.held = False  # an abort is not durable yet: nothing more is told before it is
-        self.finished_ns: int | None = None
-        self.delivered_ns: int | None = None  # the last time that a reader got all of it
-        self.kept_tokens = 0  # how it counts among the finished requests kept in memory
-
-    @property
-    def request_id(self) -> str:
-        return self.entry.request_id
-
-    @property
-    def finished(self) -> bool:
-        return all(stream.final is not None for stream in self.streams)
-
-    @property
-    def ended(self) -> bool:
-        """Finished once, even if it is just made again for a reader."""
-        return all(stream.final is not None or stream.recorded for stream in self.streams)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in memory, without the prompt; its log-probabilities by what they take."""
-        return sum(
-            len(stream.tokens) + len(stream.scores) // TOKEN_BYTES for stream in self.streams
-        )
-
-    @property
-    def unread(self) -> bool:
-        """Nobody is in the middle of reading it, nor was."""
-        return self.finished and not self.being_read
-
-    @property
-    def being_read(self) -> bool:
-        return self.view is not None and not all(self.view.finals)
-
-    def attach(
-        self,
-        client: bytes,
-        offsets: Sequence[int],
-        digests: Sequence[bytes] = (),
-        prompt_offset: int = 0,
-    ) -> None:
-        """Hand the streams to `client`, each from its offset on, once its digest is found right."""
-        n = self.entry.n
-        cursors = [*offsets, *([0] * (n - len(offsets)))]
-        for stream, cursor in zip(self.streams, cursors, strict=True):
-            stream.sent = max(stream.sent, cursor)
-        proofs = {index: digest for index, digest in enumerate(digests) if digest}
-        self.view = View(client, cursors, [False] * n, proofs, prompt_cursor=prompt_offset)
-
-    def strangers(self) -> list[Stream]:
-        """Compare what the reader has, where that has become possible; the streams that are not its."""
-        view = self.view
-        found: list[Stream] = []
-        if view is None or not view.proofs:
-            return found
-        for index, proof in list(view.proofs.items()):
-            stream = self.streams[index]
-            same = stream.continues(view.cursors[index], proof)
-            if same is not None:
-                del view.proofs[index]
-                found += [] if same else [stream]
-        return found
-
-    def missed(self, stream: Stream) -> bool:
-        """Its reader wants something of this ended stream that is not in memory (any more)."""
-        assert self.view is not None
-        if stream.final is None or not stream.hollow:
-            return False
-        wants_prompt = not stream.scored and self.view.prompt_cursor < self.entry.prompt_tokens
-        return wants_prompt or self.view.cursors[stream.index] < stream.final.offset
-
-    def next_message(self) -> PromptLogprobs | Delta | Final | None:
-        """What the reader gets next; call `handed_over` with it once it is under way."""
-        view = self.view
-        if view is None or self.held:
-            return None
-        for stream, cursor, told in zip(self.streams, view.cursors, view.finals, strict=True):
-            final = view.ends.get(stream.index, stream.final)
-            compared = stream.index not in view.proofs
-            if told or not compared or (final is None and not self.entry.stream):
-                continue
-            if (scores := stream.prompt_message(view.prompt_cursor)) is not None:
-                return scores
-            own = stream.index not in view.ends
-            if own and not self.entry.stream and not stream.end_told:
-                continue
-            most = DELTA_TOKENS_MAX if self.entry.stream else len(stream.shown)
-            if final is None or (cursor < final.offset):
-                if (delta := stream.delta(cursor, most)) is not None:
-                    return delta
-            elif stream.end_told or not own:
-                return final
-        return None
-
-    def handed_over(self, message: PromptLogprobs | Delta | Final) -> None:
-        view, stream = self.view, self.streams[message.index]
-        assert view is not None
-        if isinstance(message, Final):
-            view.finals[message.index] = True
-        elif isinstance(message, PromptLogprobs):
-            view.prompt_cursor = message.offset + len(message.entries)
-        else:
-            end = message.offset + len(message.token_ids)
-            view.cursors[message.index] = end
-            stream.sent = max(stream.sent, end)

@@ -6,7 +6,7 @@ from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.messages import Difference, Final, Sampling, TokenLogprobs, Usage
 from phalanx.services.gateway.entries import Entry
 from phalanx.services.gateway.history import History, Past, PastSequence
-from phalanx.services.gateway.streams import Request
+from phalanx.services.gateway.requests import Request
 
 S = 10**9
 

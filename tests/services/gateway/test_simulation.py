@@ -16,7 +16,8 @@ from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Scored
 from phalanx.services.gateway.lives import Lives
 from phalanx.services.gateway.placement import Placement
-from phalanx.services.gateway.streams import Request, Stream
+from phalanx.services.gateway.requests import Request
+from phalanx.services.gateway.streams import Stream
 from phalanx.services.gateway.texts import Texts
 from sim.gateway_world import Faults, World, check_flow, check_nothing_left, run_seed
 
