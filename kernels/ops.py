@@ -42,6 +42,12 @@ class ExpertPool(Protocol):
     ) -> None:
         """Fill a slot: codes int8 [out, in/2] and ue8m0 uint8 [out, in/32] of gate, up and down."""
 
+    def holds(self, slot: int, part: int, codes: Tensor, scales: Tensor) -> bool:
+        """Whether gate, up or down (part 0, 1 or 2) of a slot is, bit for bit, what `put` makes of these."""
+
+    def flip_bit(self, slot: int) -> None:
+        """Make one bit of a slot wrong: for faults on purpose."""
+
     def widen(self, num_slots: int) -> None:
         """Make room for more experts."""
 

@@ -47,6 +47,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_weights: bool = True  # keep the checkpoint in /dev/shm, for workers that start again
     standby: bool = True  # one process has torch imported and forks a worker when one dies
     threads: int = 1  # torch threads; part of the numerics fingerprint
+    # How often a routed expert's slot is compared with the checkpoint, or a row computed again; 0: never.
+    scrub_every_s: float = 0.0
     # On a GPU, `reference` runs torch operations in place of our kernels: to compare, and slow.
     kernels: Literal["auto", "reference"] = "auto"
     graphs: bool = True  # on a GPU that holds all experts, decode steps are CUDA graphs
@@ -238,6 +240,12 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ),
             ("worker.expert_slots", w.expert_slots, w.expert_slots >= 0, ">= 0"),
             ("worker.threads", w.threads, 1 <= w.threads <= 256, "1 to 256"),
+            (
+                "worker.scrub_every_s",
+                w.scrub_every_s,
+                0 <= w.scrub_every_s <= 86_400,
+                "0 to 86400",
+            ),
             ("worker.yoco_keep_tokens", w.yoco_keep_tokens, w.yoco_keep_tokens >= 1, ">= 1"),
             ("gateway.max_open_requests", g.max_open_requests, g.max_open_requests >= 1, ">= 1"),
             ("gateway.journal_ttl_s", g.journal_ttl_s, g.journal_ttl_s >= 1, ">= 1"),

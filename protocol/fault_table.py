@@ -20,7 +20,7 @@ _PAYLOAD_AT = _COUNTERS_AT + 4 * FAULTS_MAX
 SUPERVISOR_ROW = MAX_PROCESSES - 1  # processes are far fewer
 
 MessageKind = Literal["drop", "delay", "duplicate", "corrupt"]
-FaultKind = MessageKind | Literal["slow", "diskfull", "ulp", "failpoint"]
+FaultKind = MessageKind | Literal["slow", "diskfull", "ulp", "bitflip", "failpoint"]
 Action = Literal["kill", "stop", "sleep", "raise"]
 
 
@@ -29,7 +29,7 @@ class Fault(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     kind: FaultKind
-    name: str = ""  # type of message, name of the failpoint, which disk; empty: any
+    name: str = ""  # type of message, name of the failpoint, which disk, LAYER.EXPERT; empty: any
     rate: float = 1.0  # of the messages, at random
     count: int = 0  # it happens so often, then no more; 0: without end
     ms: int = 0  # of one delay, one sleep, one turn

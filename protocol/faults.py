@@ -77,6 +77,10 @@ class Faults:
         """Once a step of a worker: whether its numbers are to be a little wrong."""
         return any(map(self._happens, self.of("ulp")))
 
+    def bitflips(self) -> list[str]:
+        """Once a turn of a worker: of which experts a bit is to be flipped, LAYER.EXPERT or "" for any."""
+        return [fault.name for fault in self.of("bitflip") if self._happens(fault)]
+
     def check_disk(self, name: str) -> None:
         """Raises OSError as a full disk does."""
         for fault in self.of("diskfull"):

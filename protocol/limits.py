@@ -89,6 +89,7 @@ MAX_PROCESSES = 256  # rows of the heartbeat table
 FAULTS_MAX = 64  # made on purpose in one process at a time
 RING_BYTES = 4 << 20  # plan ring and result ring of one rank
 TOPOLOGY_BYTES_MAX = 1 << 20
+EXPERT_FINDINGS_MAX = 64  # that one worker tells of at a time
 BLOCK_SIZE = 128  # tokens of a KV block
 # A rank that waits longer for its peers ends itself. The supervisor finds out who keeps the group waiting, so
 # this is longer than whatever it gives to any rank: it only acts when the supervisor's eyes fail.

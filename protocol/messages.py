@@ -357,6 +357,7 @@ class Submit(Message, frozen=True):
     # Accepted before, by another scheduler or for an earlier gateway: it goes ahead of arrivals, and
     # no full queue refuses it.
     resumed: bool = False
+    copies_as: str = ""  # the request whose id chooses among copies of experts; empty: its own
 
 
 class Submitted(Message, frozen=True):
@@ -703,6 +704,36 @@ class ScrubReport(Message, frozen=True):
     scrubbed: Scrubbed
 
 
+class ExpertFinding(msgspec.Struct, frozen=True):
+    """A routed expert that is wrong somewhere.
+
+    `seats` is one rank: its slot holds other bits than the checkpoint; or two: the first computed a row
+    again that the second had computed with the same expert, and got other bits.
+    """
+
+    seats: tuple[int, ...]
+    incarnations: tuple[int, ...]  # of their workers: one that was started again is another
+    layer: int
+    expert: int
+
+
+class ExpertsScrubbed(msgspec.Struct, frozen=True):
+    """What the scrubbers of routed experts have found so far."""
+
+    slots: int = 0  # compared with the checkpoint
+    rows: int = 0  # computed again
+    findings: tuple[ExpertFinding, ...] = ()  # of workers that still run
+
+
+class ExpertReport(Message, frozen=True):
+    """From a worker, for `status`: all that its scrubber knows. Sent again with every news, and every
+    HEALTH_REPEAT_MS as long as it has findings."""
+
+    seat: int
+    incarnation: int
+    scrubbed: ExpertsScrubbed
+
+
 class Trouble(Message, frozen=True):
     """A process runs but cannot do all that it should: the node's health says so. Repeated every
     HEALTH_REPEAT_MS as long as that is so; empty: it is over."""
@@ -791,6 +822,7 @@ class StatusReply(Message, frozen=True):
     failed: str = ""  # why the node is going down
     inexact: tuple[str, ...] = ()  # settings outside the promise of equal tokens
     scrubbed: Scrubbed = Scrubbed()
+    scrubbed_experts: ExpertsScrubbed = ExpertsScrubbed()
     change: str = ""  # what was asked for and is under way: a scale or a restart
     rebalance: str = ""  # the plan that is being applied, and how far that is
     rebalances: tuple[RebalanceRecord, ...] = ()
@@ -892,6 +924,7 @@ ToSupervisor = (
     Ready
     | Progress
     | ScrubReport
+    | ExpertReport
     | Trouble
     | StatusQuery
     | Shutdown

@@ -214,7 +214,7 @@ def sequence_of(
         arrival_ns=now_ns,
         order=order,
         handle=order[2],
-        copy_key=copy_key(submit.request_id, submit.index),
+        copy_key=copy_key(submit.copies_as or submit.request_id, submit.index),
     )
 
 

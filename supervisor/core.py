@@ -20,10 +20,8 @@ from phalanx.protocol.limits import (
 )
 from phalanx.protocol.messages import (
     Drain,
-    Finding,
     HealthUpdate,
     PhaseTime,
-    Scrubbed,
     TopologyChanged,
 )
 from phalanx.protocol.patience import Patience
@@ -65,6 +63,7 @@ from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.rebalance import Rebalances
 from phalanx.supervisor.restart import RestartPolicy
+from phalanx.supervisor.scrubs import Scrubs
 
 _MS = 1_000_000
 # Healthy processes beat far more often; one that is silent for this long is looked at.
@@ -96,7 +95,7 @@ class SupervisorCore:
         self.left: list[str] = []
         self.phases: list[PhaseTime] = []
         self.started_ns = 0
-        self.scrubbed = Scrubbed()
+        self.scrubs = Scrubs()
         self.standbys: dict[str, bool] = {}  # successors that are to be there: whether they wait
         self._files: tuple[str, ...] = ()
         self.ready_s = -1.0  # from the first tick to the first time that all was well
@@ -171,8 +170,8 @@ class SupervisorCore:
             case Stranded():
                 self.group.moved(event.count)
                 return []
-            case ScrubHeard(scrubbed):
-                self.scrubbed = scrubbed
+            case ScrubHeard(report):
+                self.scrubs.hear(report)
                 return []
             case StandbySeen(name, ready):
                 self.standbys[name] = ready
@@ -461,7 +460,8 @@ class SupervisorCore:
     def reasons(self) -> list[str]:
         """Why the node is not healthy, naming processes; empty when it is."""
         troubles = [p.trouble[0] for p in self.processes.values() if p.alive and p.trouble[0]]
-        return [*self.missing(), *self._files, *troubles, *map(_told, self.findings())]
+        found = self.scrubs.told(self.worker_incarnations())
+        return [*self.missing(), *self._files, *troubles, *found]
 
     def missing(self) -> list[str]:
         """What keeps the node from working as a whole."""
@@ -489,16 +489,8 @@ class SupervisorCore:
                 reasons.append("the group is forming")
         return reasons
 
-    def findings(self) -> list[Finding]:
-        """What the scrubber found of workers that have not been started again since."""
-        return [
-            finding
-            for finding in self.scrubbed.findings
-            if all(
-                seat in self.workers and self.workers[seat].incarnation == incarnation
-                for seat, incarnation in zip(finding.seats, finding.incarnations, strict=True)
-            )
-        ]
+    def worker_incarnations(self) -> dict[int, int]:
+        return {seat: worker.incarnation for seat, worker in self.workers.items()}
 
     def _up(self, seat: int) -> bool:
         worker = self.workers.get(seat)
@@ -604,17 +596,6 @@ class SupervisorCore:
         self.stage = NodeStage.FINISHED
         self.left += [f"{p.spec.name} (does not die)" for p in self.processes.values() if p.exists]
         return [Sweep(), Finished(self.code, self.failed, tuple(self.left))]
-
-
-def _told(finding: Finding) -> str:
-    names = " and ".join(f"worker-{seat}" for seat in finding.seats)
-    where = f"output {finding.at} of request {finding.request_id[:8]}"
-    if not finding.against:
-        return f"the scrubber: {names} compute different bits ({where}); one of them is wrong"
-    others = " and ".join(f"worker-{seat}" for seat in finding.against)
-    return (
-        f"the scrubber: {names} computes other bits than {others} ({where}): is its device broken?"
-    )
 
 
 def describe_end(code: int, detail: str) -> str:

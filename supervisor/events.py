@@ -7,6 +7,7 @@ from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.messages import (
     Drain,
     Error,
+    ExpertReport,
     HandOver,
     HealthUpdate,
     Rebalance,
@@ -15,7 +16,7 @@ from phalanx.protocol.messages import (
     Restarted,
     Scale,
     Scaled,
-    Scrubbed,
+    ScrubReport,
     TopologyChanged,
 )
 from phalanx.protocol.topology import Proposal, Topology
@@ -112,9 +113,9 @@ class Stranded:
 
 @dataclass(frozen=True, slots=True)
 class ScrubHeard:
-    """What the gateway's scrubber has found so far."""
+    """What the gateway's scrubber, or that of a worker, has found so far."""
 
-    scrubbed: Scrubbed
+    report: ScrubReport | ExpertReport
 
 
 @dataclass(frozen=True, slots=True)

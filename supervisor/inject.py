@@ -5,6 +5,7 @@ does it to itself: `protocol/faults.py`.
 """
 
 import random
+import re
 import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ WRITTEN: dict[str, FaultKind] = {
     "slow": "slow",
     "diskfull": "diskfull",
     "ulp": "ulp",
+    "bitflip": "bitflip",
     "failpoint": "failpoint",
 }
 # `list` only tells which processes a target names, or the names of failpoints.
@@ -193,7 +195,7 @@ class Injector:
             kind,
             request.only,
             request.rate,
-            request.count,
+            request.count or (1 if kind == "bitflip" else 0),
             request.ms,
             until_ns,
             action,
@@ -262,7 +264,9 @@ def _check(request: Inject) -> None:
         _check_failpoint(request)
     elif request.action or request.nth != 1:
         raise ConfigError(f"only a failpoint has an action and nth, {kind} has not")
-    if request.only and kind not in (*MESSAGES, "failpoint"):
+    if kind == "bitflip" and request.only and not re.fullmatch(r"\d+\.\d+", request.only):
+        raise ConfigError(f"only is {request.only!r}, allowed: LAYER.EXPERT, as 3.17")
+    if request.only and kind not in (*MESSAGES, "failpoint", "bitflip"):
         raise ConfigError(f"{kind} is not about messages: it has no `only`")
 
 
@@ -285,7 +289,7 @@ def _fit(request: Inject, names: list[str]) -> list[str]:
             return [name for name in names if _kind(name) == kind]
         case "diskfull":
             return [name for name in names if _kind(name) in DISKS]
-        case "ulp":
+        case "ulp" | "bitflip":
             return [name for name in names if _kind(name) == "worker"]
         case _:
             return names

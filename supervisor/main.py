@@ -30,6 +30,7 @@ from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import follow_epoch, setup_logging
 from phalanx.protocol.messages import (
     Error,
+    ExpertReport,
     Inject,
     Message,
     Progress,
@@ -363,8 +364,8 @@ class Node:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
             case Trouble(name, incarnation, text):
                 self._events.append(Troubled(name, incarnation, text))
-            case ScrubReport(scrubbed):
-                self._events.append(ScrubHeard(scrubbed))
+            case ScrubReport() | ExpertReport():
+                self._events.append(ScrubHeard(message))
             case StatusQuery(call):
                 now_ns = time.monotonic_ns()
                 missing = self._weights.missing if self._weights is not None else ""

@@ -1,7 +1,5 @@
 """The answer to StatusQuery, made from the core's state. Pure."""
 
-from msgspec import structs
-
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.messages import ProcessStatus, RankStatus, StatusReply
 from phalanx.supervisor.core import NodeStage, SupervisorCore
@@ -44,7 +42,8 @@ def status(
         rebalances=tuple(core.rebalances.records),
         rebalanced=core.rebalances.totals,
         inexact=config.inexact,
-        scrubbed=structs.replace(core.scrubbed, findings=tuple(core.findings())),
+        scrubbed=core.scrubs.of_ranks(core.worker_incarnations()),
+        scrubbed_experts=core.scrubs.of_experts(core.worker_incarnations()),
     )
 
 

@@ -26,6 +26,7 @@ from phalanx.worker_svc.ahead import Ahead
 from phalanx.worker_svc.devices import rank_device
 from phalanx.worker_svc.engine import Engine
 from phalanx.worker_svc.exchange import Exchange, Region, Shape
+from phalanx.worker_svc.expert_bits import ExpertBits
 from phalanx.worker_svc.experts import GroupExperts
 from phalanx.worker_svc.fingerprint import numerics_fingerprint
 from phalanx.worker_svc.gpu_room import Undone, done, room_for
@@ -87,7 +88,8 @@ class ModelBackend:
         except (ModelConfigError, CheckpointError) as error:
             raise ConfigError(str(error)) from error
         self._marks = Marks(self._alive, event_mark if device.type == "cuda" else None)
-        self._experts = GroupExperts(self._weights, self._seat, self._marks.layer)
+        self.bits = ExpertBits(self._weights, self._seat)
+        self._experts = GroupExperts(self._weights, self._seat, self._marks.layer, self.bits.rows)
         service.progress("allocate caches")
         self._engine = Engine(
             self._weights,

@@ -14,6 +14,7 @@ from phalanx.protocol.placement import EMPTY, LayerSlots, Placement, choose_copy
 from phalanx.worker_svc.exchange import Exchange
 from phalanx.worker_svc.model.checkpoint import Weights
 from phalanx.worker_svc.model.moe import run_expert_pairs, run_picks, visit
+from phalanx.worker_svc.sampled_rows import SampledRow, SampledRows
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Sent:
     num_topk: int
     pairs: dict[int, Tensor]  # seat -> int64 [n], flat (row, pick) indices, in the order stored
     local: tuple[Tensor, Tensor, Tensor]  # slots, rows, weights of the pairs that stay here
+    sampled: SampledRow | None = None  # of those that went to peers
 
 
 class OwnExperts:
@@ -96,9 +98,20 @@ class GroupExperts:
         own: what it does while there are no peers.
     """
 
-    def __init__(self, weights: Weights, seat: int, on_layer: Callable[[], None]) -> None:
-        """`on_layer` is called once a layer: the sign of progress of a long step."""
+    def __init__(
+        self,
+        weights: Weights,
+        seat: int,
+        on_layer: Callable[[], None],
+        samples: SampledRows | None = None,
+    ) -> None:
+        """
+        Args:
+            on_layer: called once a layer: the sign of progress of a long step.
+            samples: takes rows that peers computed, for the scrubber.
+        """
         self._weights, self._seat, self._on_layer = weights, seat, on_layer
+        self._samples = samples
         self._tables: list[CopyTable] = []
         self._coming: list[CopyTable] = []  # of a placement that is not in use yet
         self.own = OwnExperts(weights)
@@ -158,7 +171,11 @@ class GroupExperts:
             )
         here = pairs[self._seat]
         local = (flat_slots[here], x[here // num_topk], weights[here])
-        return Sent(layer, num_rows, num_topk, pairs, local)
+        sampled = None
+        if self._samples is not None and self._samples.wanted and num_rows:
+            theirs = {peer: pairs[peer] for peer in self._exchange.peers}
+            sampled = self._samples.look(layer, x, topk_idx, weights, theirs)
+        return Sent(layer, num_rows, num_topk, pairs, local, sampled)
 
     def combine(self, handle: Sent | Tensor) -> Tensor:
         """Compute what arrived together with what stayed, send results back, gather ours."""
@@ -183,6 +200,9 @@ class GroupExperts:
         out[handle.pairs[self._seat]] = computed[0]
         for peer, results in self._exchange.results().items():
             out[handle.pairs[peer]] = results.to(device)
+            if handle.sampled is not None and handle.sampled.seat == peer:
+                assert self._samples is not None
+                self._samples.take(handle.sampled, results)
         return out.view(handle.num_rows, handle.num_topk, hidden)
 
     def serve(self) -> None:

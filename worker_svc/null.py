@@ -118,6 +118,8 @@ class NullBackend:
     def prepare(self, epoch: int, members: list[int], placement: Placement) -> int:
         return 0
 
+    bits = None  # it has no experts
+
     @property
     def slots(self) -> int:
         return 0

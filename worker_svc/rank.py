@@ -5,7 +5,7 @@ the supervisor (the epoch, the topology). What a step does is the backend's busi
 """
 
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -16,7 +16,7 @@ from phalanx.protocol.errors import ArenaError, EpochChanged
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import BEAT_PERIOD_MS
 from phalanx.protocol.link import connect_dealer, send
-from phalanx.protocol.messages import ExpertCounts
+from phalanx.protocol.messages import ExpertCounts, ExpertReport
 from phalanx.protocol.placement import Placement
 from phalanx.protocol.rundir import EPLB_SOCKET, endpoint
 from phalanx.protocol.service import Service
@@ -27,12 +27,20 @@ from phalanx.worker_svc.ballot import Next
 from phalanx.worker_svc.group import Group, nobody
 from phalanx.worker_svc.hand import PATIENCE_NS, Hand
 from phalanx.worker_svc.rebalance import Experts, Rebalance
+from phalanx.worker_svc.scrub import Scrub
+
+if TYPE_CHECKING:
+    from phalanx.worker_svc.expert_bits import ExpertBits  # torch
 
 _COUNTS_EVERY_STEPS = 64  # steps between two reports of expert counts
 
 
 class Backend(Experts, Protocol):
     """What computes: the model on a device, or nothing at all (`null.py`)."""
+
+    @property
+    def bits(self) -> "ExpertBits | None":
+        """Of the experts that it holds, for the scrubber; None: it computes nothing."""
 
     def hello(self) -> WorkerHello: ...
 
@@ -82,6 +90,7 @@ class Rank:
         self._prepared: Topology | None = None  # the topology that we are ready to run
         self._placement: Placement | None = None  # that it begins with
         self._rebalance: Rebalance | None = None  # of the epoch that we are in
+        self._scrub = self._make_scrub()
         identity = f"{service.name}#{service.incarnation}"
         self._eplb = connect_dealer(endpoint(service.run_dir, EPLB_SOCKET), identity)
         self._steps_counted = 0
@@ -93,6 +102,8 @@ class Rank:
             self._service.beat()
             if not self._turn():
                 patience = PATIENCE_NS / 1e6 if self._hand.waits else BEAT_PERIOD_MS
+                if self._scrub is not None:
+                    patience = self._scrub.wait_ms(time.monotonic_ns(), patience)
                 self._row.bell.wait(heard, patience)
 
     def _turn(self) -> bool:
@@ -105,6 +116,9 @@ class Rank:
             return self._enter(epoch)
         assert self._rebalance is not None
         moved = self._rebalance.turn()
+        if self._scrub is not None and not moved:
+            moved = self._scrub.turn(time.monotonic_ns())
+        self._flip_bits()
         if not self._agreement.due():
             self._service.row.phase = ProcessPhase.READY
             return moved
@@ -248,6 +262,8 @@ class Rank:
 
     def _prepare(self, topology: Topology) -> None:
         self._agreement = self._rebalance = None
+        if self._scrub is not None:
+            self._scrub.leave()
         self._backend.leave()
         if not self._is_member(topology):
             return
@@ -279,10 +295,32 @@ class Rank:
         config = self._service.config.scheduler
         self._agreement = Agreement(config, group, self._hand, self._read, self._answer)
         self._rebalance = Rebalance(self._board, group, placement, self._backend, self._service.log)
+        if self._scrub is not None:
+            self._scrub.begin_epoch({seat: incarnations[seat] for seat in members})
         self._hand.begin_epoch(time.monotonic_ns())
         self._service.row.phase = ProcessPhase.READY
         self._service.log.info("epoch", epoch=epoch, members=group.members)
         return True
+
+    # ------------------------------------------------------------------ experts' bits
+
+    def _make_scrub(self) -> Scrub[Any] | None:
+        service, every_s = self._service, self._service.config.worker.scrub_every_s
+        if self._backend.bits is None or not every_s:
+            return None
+
+        def say(report: ExpertReport) -> None:
+            send(service.supervisor, encode(report))
+
+        return Scrub(self._backend.bits, every_s, self._seat, service.incarnation, say)
+
+    def _flip_bits(self) -> None:
+        """Of experts, on purpose."""
+        if faults.active is None or self._backend.bits is None:
+            return
+        for wanted in faults.active.bitflips():
+            flipped = self._backend.bits.flip(wanted)
+            self._service.log.warning("bit flipped on purpose", slots=flipped)
 
     # ------------------------------------------------------------------ reports
 
@@ -300,6 +338,8 @@ class Rank:
         self._steps_counted = 0
 
     def close(self) -> None:
+        if self._scrub is not None:
+            self._scrub.close()
         self._backend.leave()
         if self._link is not None:
             self._link.close()

@@ -43,6 +43,16 @@ class ExpertPool:
             self._codes[part][slot].copy_(codes)
             self._scales[part][slot].copy_(scales)
 
+    def holds(self, slot: int, part: int, codes: Tensor, scales: Tensor) -> bool:
+        """Whether gate, up or down (part 0, 1 or 2) of a slot is what `put` makes of these."""
+        return torch.equal(self._codes[part][slot], codes.view(torch.int8)) and torch.equal(
+            self._scales[part][slot], scales
+        )
+
+    def flip_bit(self, slot: int) -> None:
+        """Make one bit of a slot wrong: for faults on purpose."""
+        self._codes[2][slot].view(-1)[0] ^= 1
+
     def widen(self, num_slots: int) -> None:
         """Make room for more experts: of all parts, or of none where there is no memory."""
 

@@ -106,6 +106,21 @@ class ExpertPool:
                 self.down[slot], self.down_scales[slot] = words, scales
             self.raised[slot, index] = raised
 
+    def holds(self, slot: int, part: int, codes: Tensor, scales: Tensor) -> bool:
+        """Whether gate, up or down (part 0, 1 or 2) of a slot is, bit for bit, what `put` makes of these."""
+        words, packed, raised = pack(codes, scales)
+        held = (
+            (self.up[slot, part], self.up_scales[slot, part])
+            if part < 2
+            else (self.down[slot], self.down_scales[slot])
+        )
+        same = torch.equal(held[0], words) and torch.equal(held[1], packed)
+        return same and torch.equal(self.raised[slot, part], raised)
+
+    def flip_bit(self, slot: int) -> None:
+        """Make one bit of a slot wrong: for faults on purpose."""
+        self.down[slot].view(-1)[0] ^= 1
+
     def widen(self, num_slots: int) -> None:
         """More slots, at least as many as there are; the old ones keep their contents.
 

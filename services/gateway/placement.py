@@ -286,6 +286,7 @@ class Placement:
             stream.priority,
             # What was acknowledged and is said again was forgotten there, or still waits or runs.
             stream.resumed or stream.place.acknowledged,
+            stream.copies_as,
         )
         self._send(seat.peer, message)
 

@@ -92,11 +92,16 @@ class Replays:
         run = self._runs[entry.request_id] = Run(entry.request_id, past, streams)
         return run
 
-    def probe(self, entry: Entry, seat: int) -> Stream:
-        """For the scrubber: one sequence on one seat, behind everything else that waits there."""
+    def probe(self, entry: Entry, seat: int, copies_as: str) -> Stream:
+        """For the scrubber: one sequence on one seat, behind everything else that waits there.
+
+        All seats ask the same copies of experts, those of the request `copies_as`: else a copy that is wrong
+        would make a difference between ranks that are well.
+        """
         entry = msgspec.structs.replace(entry, request_id=f"{self._draw(128):032x}")
         stream = Stream(entry, 0, self._numbers(1))
         stream.silent, stream.pin, stream.priority = True, seat, -1
+        stream.copies_as = copies_as
         self._runs[entry.request_id] = Run(entry.request_id, None, [stream])
         return stream
 

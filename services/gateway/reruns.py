@@ -153,7 +153,8 @@ class Reruns:
             self._scrubber.put_off(now_ns)
             return
         for seat in self._scrubber.begin(self._probe, usable):
-            self._placement.enqueue(self._replays.probe(self._probe, seat))
+            probe = self._replays.probe(self._probe, seat, self._probe.request_id)
+            self._placement.enqueue(probe)
 
     def _scrubbed(self, stream: Stream, now_ns: int) -> None:
         """A rank has answered."""
@@ -167,4 +168,4 @@ class Reruns:
         worker = seats.get(stream.seat).worker_incarnation
         more = self._scrubber.on_answer(stream.seat, worker, bits, seats.usable(now_ns), now_ns)
         if more is not None:
-            self._placement.enqueue(self._replays.probe(stream.entry, more))
+            self._placement.enqueue(self._replays.probe(stream.entry, more, stream.copies_as))

@@ -5,8 +5,8 @@ least recently. Its tokens are given (`forced_token_ids`), so both compute the s
 think of them, and the log-probabilities that the model itself gives the likeliest tokens are compared.
 When two ranks differ, others are asked, until two agree: what differs from those is wrong.
 
-What it cannot see is a number that is wrong in the same way for both: an expert that has one copy is
-computed by one rank for all.
+What it cannot see is a number that is wrong in the same way for both. Routed experts are: both ranks ask
+the same copy of each, wherever that is. Those have a scrubber of their own (`worker_svc/scrub.py`).
 """
 
 from collections import Counter

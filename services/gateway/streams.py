@@ -88,6 +88,7 @@ class Stream:
         self.resumed = False  # a scheduler had it before, or may have had it
         self.pin: int | None = None  # the only seat that it may be placed at
         self.silent = False  # its text is for nobody (`replays.py`)
+        self.copies_as = ""  # the request whose copies of experts compute it; empty: its own
         self.seat = -1  # where it was placed last
         self.tries = 0  # refusals in a row that did not say "later"
         self.falls = 0  # of the seats it was at, in a row, without a new token

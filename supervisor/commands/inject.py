@@ -22,7 +22,9 @@ from phalanx.supervisor.inject import ACTIONS, COUNT_MAX, KINDS, MS_MAX, RANDOM
 )
 @click.option("--rate", type=float, default=1.0, help="Share of messages, turns or writes hit.")
 @click.option("--count", type=click.IntRange(0, COUNT_MAX), default=None, help="So often at most.")
-@click.option("--only", default="", help="Messages of this type alone, e.g. Tokens.")
+@click.option(
+    "--only", default="", help="Messages of this type, e.g. Tokens; the expert of a bitflip."
+)
 @click.option("--action", type=click.Choice(ACTIONS), default=None, help="Of a failpoint.")
 @click.option("--nth", type=click.IntRange(1, COUNT_MAX), default=1, help="From the n-th time on.")
 @click.option("--process", default="", help="Where a failpoint is armed; else one at random.")
@@ -57,6 +59,8 @@ def inject(
       delay      they arrive --ms later, and so in another order
       diskfull   writes of the journal (gateway) or of the KV store fail
       ulp        a worker computes a little wrong: tokens change, on purpose
+      bitflip    one bit of a routed expert's weights at a worker is wrong from now on: of --only
+                 LAYER.EXPERT, or of any; tokens may change
       failpoint  TARGET is a name from `list failpoints`: --action there, once (--count 0: always)
       clear      end all of these, and SIGCONT
     """

@@ -1,5 +1,5 @@
-"""A rank that computes one ulp wrong: its streams change, which the tests that compare can see, and the scrubber
-names it."""
+"""Wrong numbers, and the scrubbers that name them: a rank that computes one ulp wrong, so that its streams change,
+and one bit of one expert's weights at one rank."""
 
 import json
 import os
@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from e2e.node import Node, wait_for
-from phalanx.protocol.messages import Difference, StatusQuery, StatusReply
-from phalanx.services.client import Client
+from phalanx.protocol.messages import Difference, ExpertFinding, Sampling, StatusQuery, StatusReply
+from phalanx.services.client import Client, Spec
 from phalanx.supervisor.ask import ask
 
 pytestmark = pytest.mark.process
@@ -31,12 +31,42 @@ def difference(client: Client, request_id: str, seat: int) -> Difference | None:
         time.sleep(0.2)
 
 
-def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(
-    start_node: Callable[..., Node], tmp_path: Path
-) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"gateway": {"scrub_every_s": 0.1}}))
-    node = start_node(3, "--inject", "--config", config)
+@pytest.fixture(scope="module")
+def node(start_node: Callable[..., Node], tmp_path_factory: pytest.TempPathFactory) -> Node:
+    config: Path = tmp_path_factory.mktemp("scrubbed") / "config.json"
+    every = {"gateway": {"scrub_every_s": 0.1}, "worker": {"scrub_every_s": 0.005}}
+    config.write_text(json.dumps(every))
+    return start_node(3, "--inject", "--config", config)
+
+
+def test_a_flipped_bit_of_an_expert_is_named_until_its_worker_is_replaced(node: Node) -> None:
+    wrong, layer, expert = 1, 2, 3  # of 10 layers; with three ranks it holds the experts 2 to 4
+    requests = [Spec("Once upon a time", Sampling(seed=4, max_tokens=24))]
+
+    def checked(least: int) -> bool:
+        found = node.look().scrubbed_experts
+        assert found.findings == ()
+        return found.slots >= least and found.rows > 0
+
+    right = node.run(requests)
+    wait_for(lambda: checked(120), 60, "every slot and some row")
+    node.inject("bitflip", f"worker-{wrong}", only=f"{layer}.{expert}")
+    finding = ExpertFinding((wrong,), (1,), layer, expert)
+    wait_for(lambda: finding in node.look().scrubbed_experts.findings, 60, "found in the slot")
+    assert node.run(requests) != right
+    ranks = node.look().scrubbed
+    wait_for(lambda: node.look().scrubbed.checked > ranks.checked + 1, 60, "ranks compared")
+    told = [t for t in node.look().processes[0].detail.split("; ") if "the scrubber" in t]
+    named = f"worker-{wrong} holds other bits of expert {expert} of layer {layer}"
+    assert len(told) == 1 and named in told[0], "nobody else is blamed"
+
+    node("restart", f"worker-{wrong}")
+    node.wait_healthy()
+    assert node.run(requests) == right
+
+
+def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(node: Node) -> None:
+    node.wait_healthy()
 
     def status() -> StatusReply:
         return ask(node.run_dir, StatusQuery(1), StatusReply, 30.0)
@@ -56,6 +86,7 @@ def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(
         changed = [one for one in found if one is not None and one.what == "token"]
         assert changed, "one ulp changed no token: then no test that compares them could fail"
         wait_for(lambda: bool(status().scrubbed.findings), 120, "found")
+        assert status().scrubbed_experts.findings == ()  # what experts make of wrong rows is right
     finding = status().scrubbed.findings[0]
     assert (finding.seats, finding.against) == ((NOISY,), (0, 2))
     assert not status().healthy

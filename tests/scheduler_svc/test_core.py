@@ -8,8 +8,10 @@ from phalanx.protocol.messages import (
     ListSequences,
     Refusal,
     Resend,
+    Sampling,
     SeatLoad,
     SequenceList,
+    Submit,
     Submitted,
     Tokens,
     Welcome,
@@ -18,7 +20,7 @@ from phalanx.protocol.steps import StepPlan, StepResult
 from phalanx.scheduler_svc import finals
 from phalanx.scheduler_svc.events import GatewayChanged, Membership, WorkerLost
 from phalanx.scheduler_svc.finals import KEPT_TTL_NS, REPEAT_NS
-from phalanx.scheduler_svc.state import copy_key
+from phalanx.scheduler_svc.state import copy_key, sequence_of
 from sim.hash_worker import HashWorker
 from sim.scheduler_checks import check
 from sim.scheduler_story import MS, Story, request_id, result_of
@@ -260,6 +262,9 @@ def test_indexes_of_one_request_are_sequences_of_their_own() -> None:
     other.submit(0)
     assert other.plan is not None and other.plan.new[0].copy_key == key < 2**63
     assert copy_key(first.request_id, 1) != key
+    ids = np.array([5], np.int32).tobytes()
+    probe = Submit(1, request_id(1), 0, 0, ids, Sampling(max_tokens=1), copies_as=request_id(0))
+    assert sequence_of(probe, 1, (0, 0, 0), 0).copy_key == key
 
 
 def test_the_first_step_after_a_stop_is_of_those_who_ran() -> None:

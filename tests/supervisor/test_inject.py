@@ -149,6 +149,8 @@ def test_nothing_happens_unless_enabled() -> None:
         Inject(3, "slow", "worker", 5, only="Tokens"),
         Inject(3, "diskfull", "worker-0"),
         Inject(3, "drop", "worker", action="kill"),
+        Inject(3, "bitflip", "worker", only="layer 3"),
+        Inject(3, "bitflip", "gateway"),
         Inject(3, "failpoint", "worker", only="worker.nowhere", action="kill"),
         Inject(3, "failpoint", "worker", only="worker.load.after", action="melt"),
         Inject(3, "failpoint", "worker", only="worker.load.after", action="sleep"),
@@ -184,6 +186,11 @@ def test_a_process_is_told_what_to_do_wrong_to_itself() -> None:
         Fault(1, "drop"),
     ), "what is over gives its place"
     assert rows(delay, drop, Inject(1, "clear", "all"))["gateway"] == ()
+
+
+def test_a_bit_is_flipped_once() -> None:
+    (fault,) = rows(Inject(1, "bitflip", "all", only="3.17"))["worker-10"]
+    assert fault == Fault(0, "bitflip", "3.17", count=1)
 
 
 def test_a_failpoint_is_armed_in_processes_that_pass_it() -> None:

@@ -3,6 +3,7 @@
 Ranks are threads here, over real arenas, doorbells and flags; whole processes are tested in tests/e2e.
 """
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from phalanx.worker_svc.model.config import ModelConfig
 from phalanx.worker_svc.model.model import Model
 from phalanx.worker_svc.model.moe import Experts, LocalExperts
 from phalanx.worker_svc.model.tensors import num_experts
+from phalanx.worker_svc.sampled_rows import SampledRows
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "tiny-a"
 CONFIG = ModelConfig.load(GOLDEN)
@@ -92,10 +94,14 @@ def in_threads(seats: list[int], work: Callable[[int], torch.Tensor]) -> dict[in
 
 
 def spread(
-    board: Board, placement: Placement, idle: int | None = None, begun: int = 0
+    board: Board,
+    placement: Placement,
+    idle: int | None = None,
+    begun: int = 0,
+    watch: Callable[[int, Weights], SampledRows | None] = lambda seat, weights: None,
 ) -> dict[int, torch.Tensor]:
     """Run every seat of the placement at once; `idle` takes placeholder steps. The epoch has `begun` so
-    many exchanges before."""
+    many exchanges before. `watch` may take rows of a seat."""
     node = board.arena.name.split("-")[1]
     seats = list(placement.seats)
     shape = Shape(80 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
@@ -103,7 +109,7 @@ def spread(
 
     def work(seat: int) -> torch.Tensor:
         weights = weights_of(placement, seat)
-        experts = GroupExperts(weights, seat, lambda: None)
+        experts = GroupExperts(weights, seat, lambda: None, watch(seat, weights))
         region = Region(node, seat, 1, len(seats), shape, newcomer=False)
         own = region.enter(EPOCH, len(seats), lambda: False) if len(seats) > 1 else None
         exchange = Exchange(region, EPOCH, seats, own)
@@ -201,3 +207,29 @@ def test_a_moved_epoch_ends_every_wait(board: Board) -> None:
     with_peer.close()
     for region in regions:
         region.close()
+
+
+def test_a_rank_that_computes_other_rows_is_seen_by_those_who_hold_the_expert(board: Board) -> None:
+    wrong, judged = 1, list[tuple[int, int, bool]]()
+    for number in range(4):
+        taken: dict[int, SampledRows] = {}
+
+        def watch(
+            seat: int, weights: Weights, taken: dict[int, SampledRows] = taken, number: int = number
+        ) -> SampledRows:
+            if seat == wrong:
+                for layer in range(CONFIG.num_hidden_layers):
+                    weights.expert_stack(layer)[2].neg_()
+            taken[seat] = SampledRows(weights, random.Random(seat + 3 * number))
+            taken[seat].want()
+            return taken[seat]
+
+        spread(board, placement(3), watch=watch, begun=1000 * number)
+        for seat, rows in taken.items():
+            assert not rows.wanted, "one row of one step"
+            if (found := rows.compute_again()) is not None:
+                judged.append((seat, found[0].seat, found[1]))
+                assert rows.compute_again() is None
+    assert {same for seat, by, same in judged if wrong not in (seat, by)} == {True}
+    assert {same for seat, by, same in judged if by == wrong} == {False}
+    assert {same for seat, by, same in judged if seat == wrong} == {False}

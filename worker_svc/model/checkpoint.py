@@ -41,6 +41,7 @@ _DTYPES: Final = {
 Progress = Callable[[int, int], None]  # bytes read, bytes to read
 ExpertSlots = Sequence[Sequence[int]]  # [layers + draft stages][slots] -> expert
 Expert = tuple[Tensor, Tensor, Tensor]  # w1 (gate), w3 (up), w2 (down), float32 [out, in]
+Packed = tuple[Tensor, Tensor]  # codes and ue8m0 scales of a matrix, as stored
 
 
 class Weights:
@@ -147,6 +148,32 @@ class Weights:
                 stack[slot].copy_(matrix)
         self._slots[layer][slot] = expert
 
+    def read_matrix(self, layer: int, expert: int, part: int) -> Packed:
+        """Codes and scales of an expert's w1, w3 or w2, read from the checkpoint anew. Safe in any thread."""
+        name = expert_names(self.config, layer, expert)[part]
+        codes, scales = (
+            self._typed(full, memoryview(self.checkpoint.read_anew(full)))
+            for full in (f"{name}.weight", f"{name}.scale")
+        )
+        return codes, scales
+
+    def holds(self, layer: int, slot: int, part: int, stored: Packed) -> bool:
+        """Whether a matrix of a slot has, bit for bit, what `put_expert` would make of these."""
+        if self.packs_experts:
+            name = expert_names(self.config, layer, self._slots[layer][slot])[part]
+            return all(map(torch.equal, self.packed(name), stored))
+        held = self._experts[layer][part][slot].view(torch.int32)
+        return torch.equal(held, dequant_fp4(*stored).view(torch.int32))
+
+    def flip_bit(self, layer: int, slot: int) -> None:
+        """Make one bit of a slot wrong: for faults on purpose."""
+        if self.packs_experts:  # the page becomes this process's own
+            names = expert_names(self.config, layer, self._slots[layer][slot])
+            self.packed(names[2])[0].view(-1)[0] ^= 1
+        else:
+            values = self._experts[layer][2][slot].view(-1)
+            values.view(torch.int32)[values.abs().argmax()] ^= 1 << 23  # twice, or half, as much
+
     def slot_room(self, ranks: int, keep: int) -> int:
         """Expert slots of each backbone layer that there is memory for, with those that are there; at most all.
 
@@ -192,8 +219,11 @@ class Weights:
         return gather_on_host(codes, scales, ids, CPU)
 
     def _mapped(self, name: str) -> Tensor:
+        return self._typed(name, self.checkpoint.view(name))
+
+    def _typed(self, name: str, stored: memoryview) -> Tensor:
         spec = self.checkpoint.specs[name]
-        raw = torch.frombuffer(self.checkpoint.view(name), dtype=torch.uint8)
+        raw = torch.frombuffer(stored, dtype=torch.uint8)
         dtype = _DTYPES[spec.dtype]
         if raw.data_ptr() % dtype.itemsize:
             raw = raw.clone()  # a file may place tensors at any byte

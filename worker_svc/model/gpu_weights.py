@@ -8,7 +8,7 @@ from phalanx.kernels.ops import ExpertPool, expert_pool, gather
 from phalanx.kernels.reference.quant import dequant_engram_rows
 from phalanx.protocol.errors import NoRoom
 from phalanx.worker_svc.model.caches import CPU
-from phalanx.worker_svc.model.checkpoint import Expert, Weights
+from phalanx.worker_svc.model.checkpoint import Expert, Packed, Weights
 from phalanx.worker_svc.model.footprint import slot_bytes
 from phalanx.worker_svc.model.host_tables import PickedRows, readable_by_gpu
 from phalanx.worker_svc.model.memory import shown_bytes
@@ -91,6 +91,13 @@ class GpuWeights(Weights):
         self._slots[layer][slot] = -1  # what fails half-way leaves no expert
         self._pools[layer].put(slot, *parts)
         self._slots[layer][slot] = expert
+
+    def holds(self, layer: int, slot: int, part: int, stored: Packed) -> bool:
+        codes, scales = (tensor.to(self.device) for tensor in stored)
+        return self._pools[layer].holds(slot, part, codes, scales)
+
+    def flip_bit(self, layer: int, slot: int) -> None:
+        self._pools[layer].flip_bit(slot)
 
     def slot_room(self, ranks: int, keep: int) -> int:
         """As of any weights; a GPU's memory is this rank's alone."""

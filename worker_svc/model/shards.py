@@ -6,6 +6,7 @@ No torch here. Nothing is read until asked for: a table of 100 GB costs address 
 import json
 import math
 import mmap
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -66,6 +67,20 @@ class Shard:
         entry = self.entries[name]
         return self._bytes[entry.begin : entry.end]
 
+    def read_anew(self, name: str) -> bytearray:
+        """The tensor's bytes as the file has them now; where it cannot be read, those in memory."""
+        entry = self.entries[name]
+        found = bytearray(entry.end - entry.begin)
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                count = os.preadv(fd, [found], entry.begin)
+            finally:
+                os.close(fd)
+        except OSError:
+            count = -1
+        return found if count == len(found) else bytearray(self.view(name))
+
     def adopt(self, held: memoryview) -> None:
         """From now on take the bytes from there; they are the same."""
         assert len(held) == len(self._bytes)
@@ -100,6 +115,10 @@ class Checkpoint:
     def view(self, name: str) -> memoryview:
         """The tensor's bytes, mapped."""
         return self._shard_of[name].view(name)
+
+    def read_anew(self, name: str) -> bytearray:
+        """The tensor's bytes, from its file. Safe in any thread, which a disk that hangs keeps."""
+        return self._shard_of[name].read_anew(name)
 
     def adopt(self, held: Held) -> None:
         """Take the tensors from the same shards in memory from now on."""

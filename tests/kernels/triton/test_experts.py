@@ -323,3 +323,23 @@ def test_a_launch_is_captured_in_a_graph_and_follows_new_slots(full: Stored) -> 
     graph.replay()
     assert torch.equal(out, run_experts(pool, slots, x, weights, LIMIT))
     assert not out[0].any()
+
+
+def test_a_slot_holds_what_was_put_and_nothing_else(experts: Stored, pool: ExpertPool) -> None:
+    def held(slot: int, expert: int) -> list[bool]:
+        return [
+            pool.holds(slot, part, *(tensor.to(pool.up.device) for tensor in matrix))
+            for part, matrix in enumerate(experts.experts[expert])
+        ]
+
+    for slot in range(SLOTS):
+        assert held(slot, slot) == [True] * 3
+        assert held(slot, (slot + 1) % SLOTS) == [False] * 3
+    pool.flip_bit(1)
+    assert held(1, 1) == [True, True, False] and held(0, 0) == [True] * 3
+    pool.flip_bit(1)
+    for part, tensor in enumerate((pool.up, pool.up_scales, pool.down_scales)):
+        tensor[2].view(-1)[-1] ^= 1 << 14
+        assert held(2, 2) == [[True, False, True], [True, False, True], [True, True, False]][part]
+        tensor[2].view(-1)[-1] ^= 1 << 14
+    assert held(2, 2) == [True] * 3

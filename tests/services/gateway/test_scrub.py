@@ -93,6 +93,20 @@ def test_a_probe_is_the_beginning_of_a_request_with_its_tokens_given() -> None:
     assert not bench.ops and bench.told() == []
 
 
+def test_all_ranks_ask_the_same_copies_of_experts() -> None:
+    """A copy that is wrong at some rank would make a difference between two that are well."""
+    bench = Bench(3, 1)
+    rid, asked = bench.request(), list[Submit]()
+    open_probes = bench.probes()
+    while open_probes:
+        for seat, submit in open_probes:
+            asked.append(submit)
+            bench.answer(seat, submit)
+        open_probes = bench.probes(0)
+    assert [submit.copies_as for submit in asked] == [rid] * 3
+    assert len({submit.request_id for submit in asked}) == 3
+
+
 def test_of_two_ranks_that_differ_nobody_can_tell_which_is_wrong() -> None:
     bench = Bench(2, 1)
     rid = bench.request()

@@ -1,0 +1,111 @@
+"""What the scrubbers have found, and who is to blame. Pure.
+
+The gateway's compares ranks with each other, those of the workers compare routed experts with the
+checkpoint and rows with what a peer made of them. A finding is about certain workers: when one of them was
+started again it is over.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from msgspec import structs
+
+from phalanx.protocol.messages import (
+    ExpertFinding,
+    ExpertReport,
+    ExpertsScrubbed,
+    Finding,
+    Scrubbed,
+    ScrubReport,
+)
+
+Workers = Mapping[int, int]  # seat -> incarnation
+
+
+class Scrubs:
+    def __init__(self) -> None:
+        self._ranks = Scrubbed()
+        self._experts: dict[int, ExpertReport] = {}  # by seat
+
+    def hear(self, report: ScrubReport | ExpertReport) -> None:
+        if isinstance(report, ScrubReport):
+            self._ranks = report.scrubbed
+        else:
+            self._experts[report.seat] = report
+
+    def of_ranks(self, workers: Workers) -> Scrubbed:
+        found = tuple(f for f in self._ranks.findings if _alive(f, workers))
+        return structs.replace(self._ranks, findings=found)
+
+    def of_experts(self, workers: Workers) -> ExpertsScrubbed:
+        """All that workers which still run have told."""
+        told = [r for r in self._experts.values() if workers.get(r.seat) == r.incarnation]
+        found = (f for report in told for f in report.scrubbed.findings if _alive(f, workers))
+        return ExpertsScrubbed(
+            sum(report.scrubbed.slots for report in told),
+            sum(report.scrubbed.rows for report in told),
+            tuple(found),
+        )
+
+    def told(self, workers: Workers) -> list[str]:
+        """For people."""
+        experts = _told_experts(self.of_experts(workers).findings)
+        return [*map(_told, self.of_ranks(workers).findings), *experts]
+
+
+def _alive(finding: Finding | ExpertFinding, workers: Workers) -> bool:
+    return tuple(map(workers.get, finding.seats)) == finding.incarnations
+
+
+def _told(finding: Finding) -> str:
+    names = _names(finding.seats)
+    where = f"output {finding.at} of request {finding.request_id[:8]}"
+    if not finding.against:
+        return f"the scrubber: {names} compute different bits ({where}); one of them is wrong"
+    others = _names(finding.against)
+    return (
+        f"the scrubber: {names} computes other bits than {others} ({where}): is its device broken?"
+    )
+
+
+def _told_experts(findings: Iterable[ExpertFinding]) -> list[str]:
+    wrong = {(f.seats[0], f.layer, f.expert) for f in findings if len(f.seats) == 1}
+    told = [
+        f"the scrubber: worker-{seat} holds other bits of expert {expert} of layer {layer} than the checkpoint"
+        for seat, layer, expert in sorted(wrong)
+    ]
+    # A rank whose copy is wrong computes other bits with it: that is told.
+    doubts = [
+        f
+        for f in findings
+        if len(f.seats) == 2 and not any((seat, f.layer, f.expert) in wrong for seat in f.seats)
+    ]
+    return told + _told_doubts(doubts)
+
+
+def _told_doubts(doubts: list[ExpertFinding]) -> list[str]:
+    """Who differs from more ranks than any other is wrong; of two that differ nobody can tell."""
+    by_ranks = {frozenset(doubt.seats): doubt for doubt in doubts}
+    told = []
+    while by_ranks:
+        counts = Counter(seat for ranks in by_ranks for seat in ranks).most_common(2)
+        (seat, most), (_, next_most) = counts
+        if most == next_most:
+            break
+        mine = {ranks: doubt for ranks, doubt in by_ranks.items() if seat in ranks}
+        where = next(iter(mine.values()))
+        others = sorted(frozenset.union(*mine) - {seat})
+        told.append(
+            f"the scrubber: worker-{seat} computes other bits than {_names(others)} with expert"
+            f" {where.expert} of layer {where.layer}: is its device broken?"
+        )
+        by_ranks = {ranks: doubt for ranks, doubt in by_ranks.items() if seat not in ranks}
+    return told + [
+        f"the scrubber: {_names(sorted(ranks))} compute different bits with expert {doubt.expert} of layer"
+        f" {doubt.layer}; one of them is wrong"
+        for ranks, doubt in by_ranks.items()
+    ]
+
+
+def _names(seats: Iterable[int]) -> str:
+    return " and ".join(f"worker-{seat}" for seat in seats)

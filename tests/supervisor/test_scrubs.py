@@ -1,0 +1,84 @@
+"""What scrubbers have found, told to people: who is wrong, as far as anyone can tell."""
+
+import pytest
+
+from phalanx.protocol.messages import (
+    ExpertFinding,
+    ExpertReport,
+    ExpertsScrubbed,
+    Finding,
+    Scrubbed,
+    ScrubReport,
+)
+from phalanx.supervisor.scrubs import Scrubs
+
+WORKERS = dict.fromkeys(range(4), 1)
+
+
+def slot(seat: int, layer: int = 3, expert: int = 5) -> ExpertFinding:
+    return ExpertFinding((seat,), (1,), layer, expert)
+
+
+def doubt(seat: int, other: int, layer: int = 3, expert: int = 5) -> ExpertFinding:
+    """`seat` makes something else of what `other` had computed."""
+    return ExpertFinding((seat, other), (1, 1), layer, expert)
+
+
+def heard(*findings: ExpertFinding) -> Scrubs:
+    scrubs = Scrubs()
+    for seat in WORKERS:
+        mine = tuple(f for f in findings if f.seats[0] == seat)
+        scrubs.hear(ExpertReport(seat, 1, ExpertsScrubbed(10, 2, mine)))
+    return scrubs
+
+
+HOLDS = "the scrubber: worker-1 holds other bits of expert 5 of layer 3 than the checkpoint"
+
+
+def test_a_wrong_slot_is_named() -> None:
+    assert heard(slot(1)).told(WORKERS) == [HOLDS]
+    assert heard().told(WORKERS) == []
+
+
+def test_a_wrong_slot_explains_what_is_computed_with_it() -> None:
+    assert heard(doubt(0, 1), slot(1), doubt(1, 2)).told(WORKERS) == [HOLDS]
+    assert len(heard(doubt(0, 1, expert=6), slot(1)).told(WORKERS)) == 2
+
+
+def test_of_two_ranks_nobody_can_tell_which_computes_wrong() -> None:
+    for doubts in ([doubt(0, 1)], [doubt(0, 1), doubt(1, 0)], [doubt(0, 1), doubt(0, 1, 7)]):
+        (told,) = heard(*doubts).told(WORKERS)
+        assert told.startswith("the scrubber: worker-0 and worker-1 compute different bits with")
+        assert told.endswith("one of them is wrong")
+
+
+@pytest.mark.parametrize(
+    "doubts",
+    [
+        [doubt(0, 1), doubt(2, 1)],
+        [doubt(1, 0), doubt(1, 2)],  # a rank that is wrong doubts all others
+        [doubt(1, 0, 7), doubt(2, 1), doubt(0, 1)],
+    ],
+)
+def test_who_differs_from_several_is_wrong(doubts: list[ExpertFinding]) -> None:
+    (told,) = heard(*doubts).told(WORKERS)
+    assert told.startswith("the scrubber: worker-1 computes other bits than worker-0 and worker-2")
+
+
+def test_as_many_doubts_of_each_prove_nothing() -> None:
+    told = heard(doubt(0, 1), doubt(2, 3)).told(WORKERS)
+    assert len(told) == 2 and all(text.endswith("one of them is wrong") for text in told)
+
+
+def test_a_worker_that_was_started_again_is_another() -> None:
+    scrubs = heard(slot(1), doubt(2, 3))
+    scrubs.hear(ScrubReport(Scrubbed(9, 1, (Finding((2,), (1,), (0, 1), "f" * 32, 4),))))
+    assert len(scrubs.told(WORKERS)) == 3
+    (told,) = scrubs.told(WORKERS | {1: 2, 3: 2})
+    assert told == (
+        "the scrubber: worker-2 computes other bits than worker-0 and worker-1 (output 4 of request ffffffff):"
+        " is its device broken?"
+    )
+    assert scrubs.of_experts(WORKERS) == ExpertsScrubbed(40, 8, (slot(1), doubt(2, 3)))
+    assert scrubs.of_experts({0: 1, 1: 2, 2: 1}) == ExpertsScrubbed(20, 4)
+    assert scrubs.of_ranks(WORKERS | {2: 2}) == Scrubbed(9, 1)
