@@ -70,6 +70,9 @@ ROOM_DELAY_MS = 500
 ROOM_DELAY_MS_MAX = 8_000
 DRAIN_MS = 10_000  # default time to finish running requests at shutdown
 TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
+# From the end of the drain to SIGKILL for the gateway: the ends are told within a second, and if it dies or hangs
+# just then there is time for one that tells them in its place.
+DRAIN_GRACE_MS = 6_000
 STANDBY_MS = 15_000  # a process that is to be replaced waits so long for its successor to have imported everything
 HAND_OVER_MS = 1_000  # for a gateway that is replaced: what is on its way to the journal's disk
 CHANGE_S_MAX = 86_400.0  # the longest time that a scale or a restart may be given
@@ -82,7 +85,7 @@ OLD_NODE_MS = KILL_GRACE_MS
 BACK_MS = 6 * STOP_ACK_MS + TERM_GRACE_MS + KILL_GRACE_MS
 BACK_MS_MAX = 2 * BACK_MS
 # From the end of the drain to the answer of a supervisor that was told to stop; the rest is for freeing memory.
-STOPPED_MS = 2 * TERM_GRACE_MS + KILL_GRACE_MS + 10_000
+STOPPED_MS = DRAIN_GRACE_MS + TERM_GRACE_MS + KILL_GRACE_MS + 10_000
 
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
 MAX_PROCESSES = 256  # rows of the heartbeat table

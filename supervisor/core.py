@@ -5,7 +5,6 @@ Pure: events and the time go in, actions come out. `main.py` is the shell that c
 
 import signal
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import assert_never
 
 from phalanx.protocol.board import ProcessPhase
@@ -13,13 +12,10 @@ from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
     HANG_MS,
     HEALTH_REPEAT_MS,
-    KILL_GRACE_MS,
     STOP_ACK_MS,
-    TERM_GRACE_MS,
     TROUBLE_MS,
 )
 from phalanx.protocol.messages import (
-    Drain,
     HealthUpdate,
     PhaseTime,
     TopologyChanged,
@@ -27,6 +23,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.patience import Patience
 from phalanx.supervisor.blame import awaited
 from phalanx.supervisor.changes import Changes
+from phalanx.supervisor.ending import Ending, NodeStage
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
@@ -34,7 +31,6 @@ from phalanx.supervisor.events import (
     ChangeAsked,
     Event,
     FilesMissing,
-    Finished,
     Inspect,
     Inspected,
     Kill,
@@ -71,14 +67,6 @@ _INSPECT_AFTER_MS = HANG_MS // 3
 _GAP_COUNTS_MS = 100  # of a time in which we did not run: as much as between two looks
 
 
-class NodeStage(Enum):
-    RUNNING = auto()
-    DRAINING = auto()  # the gateway finishes what runs; everything else works and is supervised
-    TERMINATING = auto()  # SIGTERM was sent to all
-    KILLING = auto()  # SIGKILL was sent to all
-    FINISHED = auto()
-
-
 class SupervisorCore:
     def __init__(self, table: Sequence[ProcessSpec], placements: Placements) -> None:
         self.processes = {
@@ -90,9 +78,8 @@ class SupervisorCore:
         self.group = Group(seats, placements)
         self.changes = Changes(self)
         self.rebalances = Rebalances(self)
-        self.stage = NodeStage.RUNNING
+        self.ending = Ending(self)
         self.code, self.failed = ExitCode.OK, ""
-        self.left: list[str] = []
         self.phases: list[PhaseTime] = []
         self.started_ns = 0
         self.scrubs = Scrubs()
@@ -100,7 +87,6 @@ class SupervisorCore:
         self._files: tuple[str, ...] = ()
         self.ready_s = -1.0  # from the first tick to the first time that all was well
         self._ticked_ns = 0
-        self._stage_ends_ns = 0
         self._health: tuple[bool, int, tuple[str, ...]] = (False, -1, ())
         self._health_said_ns = 0
 
@@ -123,7 +109,7 @@ class SupervisorCore:
             self._forgive(now_ns - self._ticked_ns - _GAP_COUNTS_MS * _MS)
         self._ticked_ns = now_ns
         actions: list[Action] = []
-        if self.stage in (NodeStage.RUNNING, NodeStage.DRAINING):
+        if self._supervising:
             actions += self._spawn_due(now_ns)
             self._look_at_waits(now_ns)
             actions += self._find_hung(now_ns)
@@ -136,7 +122,7 @@ class SupervisorCore:
                 actions += self.lose(self.workers[seat], why, now_ns, now_ns)
         actions += self.changes.step(now_ns)
         actions += self.rebalances.step(now_ns)
-        actions += self._shutdown_step(now_ns)
+        actions += self.ending.step(now_ns)
         return actions + self._after(actions, now_ns)
 
     def _forget_troubles(self, now_ns: int) -> None:
@@ -161,7 +147,7 @@ class SupervisorCore:
     @property
     def awaits_acks(self) -> bool:
         """Whether milliseconds count: the group is stopped until somebody answers on the board."""
-        return bool(self.group.waiting) and self.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
+        return bool(self.group.waiting) and self._supervising
 
     def _dispatch(self, event: Event, now_ns: int) -> list[Action]:
         match event:
@@ -187,9 +173,9 @@ class SupervisorCore:
                 self.rebalances.seen(words, now_ns)
                 return []
             case ShutdownAsked():
-                return self._shut_down(event.drain_ms, now_ns)
+                return self.ending.shut_down(event.drain_ms, now_ns)
             case KillAsked():
-                return self._kill_all(now_ns)
+                return self.ending.kill_all(now_ns)
         process = self.processes.get(event.name) or self.changes.retired.get(event.name)
         if process is None or event.incarnation != process.incarnation:
             return []  # a late word of an incarnation that is gone
@@ -240,13 +226,17 @@ class SupervisorCore:
         return {name for name, p in self.processes.items() if p.stage is Stage.READY}
 
     @property
+    def stage(self) -> NodeStage:
+        return self.ending.stage
+
+    @property
     def serving(self) -> bool:
         """Nobody has told the node to stop."""
         return self.stage is NodeStage.RUNNING
 
     @property
     def _supervising(self) -> bool:
-        return self.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
+        return self.ending.supervising
 
     # ------------------------------------------------------------ life of one process
 
@@ -264,6 +254,7 @@ class SupervisorCore:
         process.trouble = "", now_ns
         process.awaits = process.awaited_ns = 0
         process.pid = process.beat_ns = process.progress = process.kill_ns = 0
+        process.drains = False
         process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
         spec = process.spec
         published: list[Action] = []
@@ -298,7 +289,7 @@ class SupervisorCore:
             return []
         self._end_step(process, now_ns)
         process.stage, process.life, process.detail = Stage.READY, Patience(now_ns), ""
-        process.progress_ns = now_ns
+        process.progress_ns, process.served = now_ns, True
         spec = process.spec
         note = f" (after {process.policy.roomless} starts in vain: {process.lacks})"
         note = note if process.lacks else ""
@@ -319,6 +310,7 @@ class SupervisorCore:
         elif spec.kind == "gateway":
             actions += self._send_health()
             actions += self._notify()
+            actions += self.ending.gateway_is_ready(process, now_ns)
         return actions
 
     def _end_if_short(self, now_ns: int) -> list[Action]:
@@ -379,8 +371,9 @@ class SupervisorCore:
         process.stage, process.detail, process.pid = Stage.DOWN, why, 0
         process.ended = why
         actions += [Sweep(), Tell("ended", name, why)]
+        process.leaving |= self.ending.has_drained(process, event.code)
         if not self._supervising or process.leaving or self.failed:
-            return actions + self._shutdown_step(now_ns)
+            return actions + self.ending.step(now_ns)
         if process.in_hand:
             return actions
         if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
@@ -521,81 +514,7 @@ class SupervisorCore:
         if self.failed:
             return []
         self.code, self.failed = code, reason
-        return [Tell("failed", text=reason), *self._shut_down(0, now_ns)]
-
-    def _shut_down(self, drain_ms: int, now_ns: int) -> list[Action]:
-        if self.stage is NodeStage.DRAINING:  # asked again: the shorter time counts
-            self._stage_ends_ns = min(
-                self._stage_ends_ns, now_ns + (drain_ms + TERM_GRACE_MS) * _MS
-            )
-        if self.stage is not NodeStage.RUNNING:
-            return []
-        self.stage = NodeStage.DRAINING
-        self._stage_ends_ns = now_ns + (drain_ms + TERM_GRACE_MS) * _MS
-        actions = self.changes.drop(now_ns)
-        actions += [Tell("draining", text=f"for up to {drain_ms} ms")]
-        for process in self._gateways():
-            process.leaving = True
-            if process.exists:
-                actions += [
-                    Send(process.spec.name, process.incarnation, Drain(drain_ms)),
-                    Kill(process.spec.name, process.incarnation, signal.SIGTERM),
-                ]
-            else:
-                process.stage = Stage.DOWN
-        return actions + self._shutdown_step(now_ns)
-
-    def _gateways(self) -> list[Process]:
-        return [p for p in self.processes.values() if p.spec.kind == "gateway"]
-
-    def _shutdown_step(self, now_ns: int) -> list[Action]:
-        """Go to the next stage of the shutdown when this one is complete or out of time."""
-        late = now_ns >= self._stage_ends_ns
-        if self.stage is NodeStage.DRAINING and (
-            late or not any(p.exists for p in self._gateways())
-        ):
-            return self._terminate(now_ns)
-        gone = not any(p.exists for p in self.processes.values())
-        if self.stage is NodeStage.TERMINATING and late and not gone:
-            return self._kill_all(now_ns)
-        if self.stage in (NodeStage.TERMINATING, NodeStage.KILLING) and (gone or late):
-            return self._finish()
-        return []
-
-    def _terminate(self, now_ns: int) -> list[Action]:
-        self.stage, self._stage_ends_ns = NodeStage.TERMINATING, now_ns + TERM_GRACE_MS * _MS
-        actions: list[Action] = [Tell("stopping")]
-        for process in self.processes.values():
-            process.leaving = True
-            if not process.exists:
-                process.stage = Stage.DOWN
-            elif process.spec.kind == "gateway":  # it had its time
-                actions += self._kill_leftover(process)
-            else:
-                actions.append(Kill(process.spec.name, process.incarnation, signal.SIGTERM))
-        return actions
-
-    def _kill_all(self, now_ns: int) -> list[Action]:
-        if self.stage in (NodeStage.KILLING, NodeStage.FINISHED):
-            return []
-        self.stage, self._stage_ends_ns = NodeStage.KILLING, now_ns + KILL_GRACE_MS * _MS
-        actions = self.changes.drop(now_ns)
-        for process in self.processes.values():
-            process.leaving = True
-            if process.exists:
-                actions += self._kill_leftover(process)
-            else:
-                process.stage = Stage.DOWN
-        return actions + self._shutdown_step(now_ns)
-
-    def _kill_leftover(self, process: Process) -> list[Action]:
-        self.left.append(f"{process.spec.name} (killed)")
-        return [Kill(process.spec.name, process.incarnation, signal.SIGKILL)]
-
-    def _finish(self) -> list[Action]:
-        self.stage = NodeStage.FINISHED
-        self.left += [f"{p.spec.name} (does not die)" for p in self.processes.values() if p.exists]
-        return [Sweep(), Finished(self.code, self.failed, tuple(self.left))]
+        return [Tell("failed", text=reason), *self.ending.shut_down(0, now_ns)]
 
 
 def describe_end(code: int, detail: str) -> str:

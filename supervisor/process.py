@@ -62,6 +62,8 @@ class Process:
     )  # what it cannot do though it runs, for people; since when said
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
+    served: bool = False  # some incarnation of it was ready
+    drains: bool = False  # a gateway that was told to end with what it has
     # A change that was asked for decides what follows its end, which is no failure either.
     in_hand: bool = False
     kill_ns: int = 0  # in hand and told to end: when it gets SIGKILL; 0: not told

@@ -2,7 +2,8 @@
 
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.messages import ProcessStatus, RankStatus, StatusReply
-from phalanx.supervisor.core import NodeStage, SupervisorCore
+from phalanx.supervisor.core import SupervisorCore
+from phalanx.supervisor.ending import NodeStage
 from phalanx.supervisor.process import Process, Stage
 
 _MS = 1_000_000

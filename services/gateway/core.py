@@ -59,6 +59,9 @@ TICK_NS = 100 * MS  # how often timers are looked at
 ATTEMPTS_PER_LIFE = 1 << 20  # so that no restarted gateway repeats an attempt of the last one
 # Services answer to whichever gateway is there: what the last one asked is no answer to this one.
 CALLS_PER_LIFE = 1 << 40
+# A gateway that drains waits so long since its start for those who read from the one before it: a client asks a
+# silent gateway for its health every 200 ms, and every second after a while.
+READERS_NS = 2_000 * MS
 
 
 class Core:
@@ -101,6 +104,7 @@ class Core:
         )
         self._handing_over = False
         self._tick_at_ns = self._alive_at_ns = now_ns
+        self.readers_until_ns = now_ns + READERS_NS
         for one in recovered:
             self._lives.recover(one, now_ns)
 
@@ -167,6 +171,13 @@ class Core:
         """Nothing is open and everything that can be told was told."""
         open_here = self._admission.sequences or not self._reruns.idle
         return not open_here and self._logs.idle and self._delivery.idle
+
+    def drained(self, now_ns: int) -> bool:
+        """Idle, and nobody is on the way here who read from the gateway before this one."""
+        return self.idle and (
+            now_ns >= self.readers_until_ns
+            or all(request.view is not None for request in self._lives.requests.values())
+        )
 
     @property
     def on_disk(self) -> bool:

@@ -13,7 +13,6 @@ from phalanx.protocol.errors import DecodeError, ExitCode
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import (
     BUS_MESSAGE_BYTES_MAX,
-    DRAIN_MS,
     HEALTH_REPEAT_MS,
     MESSAGE_BYTES_MAX,
 )
@@ -44,6 +43,7 @@ from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, end
 from phalanx.protocol.service import Service
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
+from phalanx.services.gateway.ending import LAST_WORDS_NS, Ending
 from phalanx.services.gateway.entries import Accept, Finish, Recovered
 from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow
 from phalanx.services.gateway.overseer import LOOK_NS, Overseer
@@ -52,7 +52,6 @@ from phalanx.services.model_limits import read_model
 
 MS = 1_000_000
 MESSAGES_PER_TURN = 512
-LAST_WORDS_NS = 1_000 * MS  # after the drain's end, for clients to take their finals
 HAND_OVER_LINGER_MS = 50
 PROBE_NS = 1_000 * MS  # between two looks at the journal's file, or tries to write it
 _READ_AGAIN_S = 0.5  # between two tries to read a journal whose disk fails
@@ -74,9 +73,7 @@ class Gateway:
         self._core = Core(settings, recovered, time.monotonic_ns())
         self._write_tokens(time.monotonic_ns())
         self._topology_version = 0
-        self._drain_until_ns: int | None = None
-        self._end_ns: int | None = None
-        self._hand_over_until_ns: int | None = None
+        self._ending = Ending(self._core)
         self._failure = ""  # why the journal cannot be written
         self._note_failure(journal.failure)
         self._probe_at_ns = self._say_at_ns = 0
@@ -170,10 +167,10 @@ class Gateway:
             case HealthUpdate():
                 self._core.on_health(message)
             case Drain(timeout_ms):
-                self._drain(time.monotonic_ns() + timeout_ms * MS)
+                self._ending.drain(time.monotonic_ns() + timeout_ms * MS)
+                self._service.stopping = True
             case HandOver(timeout_ms):
-                self._core.hand_over()
-                self._hand_over_until_ns = time.monotonic_ns() + timeout_ms * MS
+                self._ending.hand_over(time.monotonic_ns() + timeout_ms * MS)
                 self._service.stopping = True
             case _:  # a nudge or nothing of ours: the topology is looked at in every turn
                 pass
@@ -225,34 +222,22 @@ class Gateway:
             failpoint("gateway.tokens.after_write")
 
     def drained(self, now_ns: int) -> bool:
-        """Told to end: whether everyone has got what is due to him, or has had his time."""
-        if self._hand_over_until_ns is not None:
-            return self._core.on_disk or now_ns >= self._hand_over_until_ns
-        if self._drain_until_ns is None:
-            self._drain(now_ns + DRAIN_MS * MS)
-        assert self._drain_until_ns is not None
-        if self._end_ns is None and now_ns >= self._drain_until_ns:
-            self._end_ns = now_ns + LAST_WORDS_NS
-            self._core.finish_all(now_ns)
+        """Told to end: whether it may."""
+        if self._ending.ends_all(now_ns):
             self.tick(now_ns)
-        return self._core.idle or (self._end_ns is not None and now_ns >= self._end_ns)
+        return self._ending.over(now_ns)
 
     def close(self) -> None:
         self._writer.close()
-        self._tokens.close(keep=self._hand_over_until_ns is not None)
+        handing_over = self._ending.hands_over
+        self._tokens.close(keep=handing_over)
         sockets = [self.clients, self.bus, self.journal, self._waker, self._service.supervisor]
         # Who takes nothing now reads on from the successor, which waits for our end.
-        handing_over = self._hand_over_until_ns is not None
         close_all(sockets, HAND_OVER_LINGER_MS if handing_over else LAST_WORDS_NS // MS)
 
     def _wake(self) -> None:
         """Called in the journal's thread."""
         send(self._waker, b"")
-
-    def _drain(self, until_ns: int) -> None:
-        self._core.drain()
-        known = self._drain_until_ns
-        self._drain_until_ns = until_ns if known is None else min(known, until_ns)
 
     def _send_client(self, client: bytes, message: ClientReply) -> bool:
         if isinstance(message, Accepted):

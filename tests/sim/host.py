@@ -71,6 +71,7 @@ class Child:
     reaped: bool = False
     said_ready: bool = False
     killed: bool = False  # SIGKILL was sent
+    termed: bool = False  # SIGTERM was sent
     afflicted: bool = False  # was other than well at some time
     preparing: bool = False  # a worker loads experts for a GO: it looks at nothing else meanwhile
     progress: int = 0
@@ -189,11 +190,37 @@ class Host:
             if self.rng.random() < 0.3:
                 self._ask_for_a_change()
                 self.clock.advance(self.now_ns + self.ms(0, 3000))
-            self.feed(ShutdownAsked(self.rng.choice([0, 500, 3000])))
+            self._shut_down()
         self.clock.advance(self.now_ns + 30_000 * MS, lambda: self.finished is not None)
         self.checks.finished()
         self.lived_s = (self.now_ns - start_ns) / 1e9
         return self
+
+    def _shut_down(self) -> None:
+        """Told to stop, once or twice, and what can go wrong goes wrong meanwhile."""
+        drain_ms = self.rng.choice([0, 500, 3000])
+        self._ask_to_stop(drain_ms)
+        for _ in range(self.rng.choice([0, 0, 1, 2, 4])):
+            self.after(self.ms(0, drain_ms + 3000), self._fault_at_the_end)
+        if self.rng.random() < 0.2:
+            again_ms = self.rng.choice([0, 1000, 5000])
+            self.after(self.ms(0, 3000), lambda: self._ask_to_stop(again_ms))
+
+    def _ask_to_stop(self, drain_ms: int) -> None:
+        if self.finished is None:
+            self.story.append(f"{self.now_ns / 1e9:.3f} told to stop within {drain_ms} ms")
+            self.checks.told_to_stop(drain_ms)
+            self.feed(ShutdownAsked(drain_ms))
+
+    def _fault_at_the_end(self) -> None:
+        """Mostly of the one that the node drains for."""
+        gateway = self.children["gateway"]
+        if not gateway.alive or self.rng.random() < 0.3:
+            self._random_fault()
+        elif self.rng.random() < 0.6:
+            self.die(gateway, -9)
+        elif gateway.mood == "well":
+            self.afflict(gateway, self.rng.choice(MOODS))
 
     def _settled(self) -> bool:
         return self.finished is not None or (
@@ -472,6 +499,7 @@ class Host:
 
     def afflict(self, child: Child, mood: str) -> None:
         child.mood, child.mood_ns, child.afflicted = mood, self.now_ns, True  # type: ignore[assignment]
+        self.checks.hurt(child)
         if mood == "starved":
             self.after(self.ms(500, 4000), lambda: self._fed(child))
         elif mood == "deaf":
@@ -514,7 +542,9 @@ class Host:
             if child.alive:
                 self.checks.sigkilled(child)
                 self.after(self.ms(0, 20), lambda: self.die(child, -9))
-        elif child.turns and self.rng.random() >= self.plan.ignores_term:
+            return
+        child.termed = True
+        if child.turns and self.rng.random() >= self.plan.ignores_term:
             drain_ns = self.ms(0, 2000) if child.spec.kind == "gateway" else self.ms(0, 300)
             self.after(drain_ns, lambda: self.die(child, 0))
 

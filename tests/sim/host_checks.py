@@ -10,6 +10,7 @@ from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
     BACK_MS_MAX,
     COPY_MS_MAX,
+    DRAIN_GRACE_MS,
     FLIP_IDLE_MS,
     GO_ACK_MS,
     HANG_MS,
@@ -20,6 +21,7 @@ from phalanx.protocol.limits import (
     STARVED_MS_MAX,
     STEP_END_MS,
     STOP_ACK_MS,
+    TERM_GRACE_MS,
 )
 from phalanx.protocol.messages import (
     Error,
@@ -32,7 +34,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.placement import Placement, copies, slots_used
 from phalanx.protocol.topology import Proposal, Topology
-from phalanx.supervisor.core import NodeStage
+from phalanx.supervisor.ending import NodeStage
 from phalanx.supervisor.events import (
     Action,
     Finished,
@@ -43,6 +45,7 @@ from phalanx.supervisor.events import (
     Resized,
     SetEpoch,
     Spawn,
+    Tell,
 )
 from phalanx.supervisor.process import Stage
 
@@ -78,6 +81,12 @@ class Checks:
         self.any_change = False
         self.plans: dict[tuple[bytes, int], int] = {}  # asked for by the planner, and when
         self.answered: set[tuple[bytes, int]] = set()
+        self.gateway_hurt_ns = 0  # when the last fault struck it
+        self.gateway_slept = False  # in whatever way: it may have lost all its time so
+        self.stop_ns = 0  # by when the node was told to have drained; 0: it was not told to stop
+        self.ended: dict[
+            str, tuple[Child, int]
+        ] = {}  # who died last under this name, with its code
         self.placements: dict[int, Placement] = {}  # by version, all there ever were
 
     def require(self, condition: bool, text: str) -> None:
@@ -100,6 +109,9 @@ class Checks:
             f"{self.host.now_ns / 1e9:.3f} died {child.spec.name}#{child.incarnation} {code}"
         )
         self.deaths[child.spec.kind] += 1
+        if not child.killed:
+            self.hurt(child)
+        self.ended[child.spec.name] = child, code
         if child.spec.kind == "worker":
             self.worker_changes += 1
         newcomer = self.host.core.processes.get(child.spec.name)
@@ -109,6 +121,12 @@ class Checks:
             and not (newcomer is not None and newcomer.in_hand)
         ):
             self.banned.add(child.spec.name)
+
+    def hurt(self, child: "Child") -> None:
+        """It died by itself, or does not turn any more; some of those go on after a while."""
+        if child.spec.kind == "gateway":
+            self.gateway_hurt_ns = self.host.now_ns
+            self.gateway_slept |= child.mood in ("starved", "deaf", "paging", "asleep")
 
     def sigkilled(self, child: "Child") -> None:
         supervising = self.host.core.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
@@ -156,6 +174,8 @@ class Checks:
                 self._proposed(proposal)
             case Resized(ranks):
                 self.size_told = ranks
+            case Tell("stopping"):
+                self._stopping()
             case Finished():
                 self.require(not self.open, f"finished, and never answered {self.open}")
                 self.require(self.host.finished is None, "finished twice")
@@ -411,6 +431,23 @@ class Checks:
 
     # ------------------------------------------------------------ the end
 
+    def told_to_stop(self, drain_ms: int) -> None:
+        until_ns = self.host.now_ns + drain_ms * _MS
+        self.stop_ns = min(self.stop_ns or until_ns, until_ns)
+
+    def _stopping(self) -> None:
+        """The drain is over: the gateway said so by its end, or it had its time and another one's."""
+        host = self.host
+        gateway = host.children.get("gateway")
+        late = host.now_ns >= self.stop_ns + DRAIN_GRACE_MS * _MS
+        if late or host.core.failed or gateway is None or not self.stop_ns:
+            return
+        if not gateway.said_ready and gateway.incarnation == 1:
+            return  # nobody can have asked it for anything
+        last, code = self.ended.get("gateway", (None, -1))
+        drained = last is gateway and code == ExitCode.OK and gateway.termed
+        self.require(drained, f"the drain ends, and gateway#{gateway.incarnation} has not drained")
+
     def settled(self) -> None:
         """Faults are over: all is well again, or the node was given up as the rules say."""
         finished = self.host.finished
@@ -432,5 +469,9 @@ class Checks:
         assert host.finished is not None
         alive = [c.spec.name for c in host.children.values() if not c.reaped]
         self.require(not alive, f"finished with {alive} alive")
+        if self.stop_ns:
+            late_ms = (host.now_ns - self.stop_ns) / _MS
+            limit_ms = DRAIN_GRACE_MS + TERM_GRACE_MS + 700  # two ticks, and what the kernel takes
+            self.require(late_ms < limit_ms, f"finished {late_ms:.0f} ms after the drain's limit")
         for name in host.finished.left:
             self.require("does not die" not in name, f"left: {name}")

@@ -120,6 +120,9 @@ class World:
         """It gave up, or was told to end; somebody starts it again, except at the end of the run."""
         if finished.code != ExitCode.OK:
             node.checks.settled()
+        elif not self.over:
+            node.checks.ends_told()
+            node.checks.finished()
         if not self.over:
             self.clock.after(0, self.kill_node)
 
@@ -131,10 +134,11 @@ class World:
         for client in self.clients:
             client.up.receiver_back()
 
-    def gateway_died(self) -> None:
+    def gateway_died(self, cleanly: bool = False) -> None:
+        """`cleanly`: it waited until what it had sent was gone."""
         for client in self.clients:
             client.up.receiver_died()
-            for _ in range(self.rng.randint(0, len(client.inbox))):
+            for _ in range(0 if cleanly else self.rng.randint(0, len(client.inbox))):
                 client.inbox.pop()  # had not left it yet
 
     # ------------------------------------------------------------ clients
@@ -205,7 +209,9 @@ class World:
             return  # who aborts, or reads while the node stops: also of what had ended and is told again
         key = (final.request_id, final.index)
         first = self.finals.setdefault(key, final)
-        same = (first.finish_reason, first.offset) == (final.finish_reason, final.offset)
+        early = final.finish_reason == "error"  # is told where its reader is
+        ends = [(one.finish_reason, early or one.offset) for one in (first, final)]
+        same = ends[0] == ends[1]
         # An abort that the disk did not take is told all the same, and may be forgotten.
         assert same or self.disk_was_full, f"{final} after {first}"
 
@@ -390,7 +396,9 @@ class World:
     def _end(self, node: Node) -> None:
         """A clean shutdown leaves nothing alive."""
         self.over = True
-        node.feed(ShutdownAsked(self.rng.choice((0, 500, 3000))))
+        drain_ms = self.rng.choice((0, 500, 3000))
+        node.checks.told_to_stop(drain_ms)
+        node.feed(ShutdownAsked(drain_ms))
         self.clock.advance(self.now_ns + 30_000 * MS, lambda: node.finished is not None)
         node.checks.finished()
 

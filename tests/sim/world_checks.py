@@ -6,9 +6,11 @@ import msgspec
 
 from phalanx.protocol.placement import Placement
 from phalanx.protocol.topology import Topology
-from phalanx.supervisor.core import NodeStage
+from phalanx.supervisor.ending import NodeStage
 from sim.host_checks import Checks
 from sim.scheduler_checks import check_clean
+from sim.world_body import MS
+from sim.world_faults import STRUCK_UNTIL_MS
 
 if TYPE_CHECKING:
     from sim.host import Child
@@ -91,6 +93,22 @@ class WorldChecks(Checks):
         )
         self.require(len(node.core.workers) == self.ranks, f"{self.ranks} ranks were asked for")
         self.require(not node.core.changes.told, f"under way: {node.core.changes.told}")
+
+    def ends_told(self) -> None:
+        """The node was told to stop, and has: every sequence has its end on disk, and each reader that reads got it."""
+        world, deaths = self.host.world, self.deaths["gateway"]
+        struck_late = self.gateway_hurt_ns > self.stop_ns + STRUCK_UNTIL_MS * MS
+        unborn = any(name == "gateway" for name, _ in self.host.never_born)
+        if struck_late or unborn or deaths > 4 or self.gateway_slept or world.disk_was_full:
+            return
+        for request_id, entry in world.disk.entries.items():
+            ends = world.disk.finals.get(request_id, {})
+            self.require(len(ends) == entry.n, f"{request_id} has {len(ends)} of {entry.n} ends")
+        for reading in world.readings:
+            client, flow = reading.client, reading.flow
+            reads = not (client.dead or client.lossy or client.stalled_once)
+            if flow.accepted and reads:
+                self.require(flow.done, f"nobody told how {flow.request_id} ended")
 
     def drained(self) -> None:
         """Nothing runs any more, and nothing is held by anyone."""

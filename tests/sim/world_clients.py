@@ -80,7 +80,7 @@ class SimClient:
         self.identity = b"client-%d" % number
         self.core = ClientCore(lambda: f"{world.rng.getrandbits(128):032x}", 3600 * 10**9)
         self.inbox: deque[bytes] = deque()  # at most CLIENT_QUEUE
-        self.stalled = False
+        self.stalled = self.stalled_once = False
         self.dead = False
         self.lossy = world.rng.random() < 0.3  # its connection is as bad as those of services
         self.up: Wire[ClientMessage] = Wire(
@@ -214,6 +214,9 @@ class Reading:
                 assert final.offset == len(right.tokens), f"{self.what(index)}: offset of its end"
                 assert text == right.text if not base else right.text.endswith(text)
                 continue
+            assert final.offset == base + len(got), (
+                f"{self.what(index)}: {final} at {base + len(got)}"
+            )
             assert world.may_end(self.ask, final), (
                 f"{self.what(index)}: {final}, not {right.reason}"
             )

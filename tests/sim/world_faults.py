@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 CHAIN_NS = 400 * MS  # a fault during the recovery from another comes within this time
 WAIT_NS = 300 * MS
+STRUCK_UNTIL_MS = (
+    2_000  # after the end of a drain: then there is time to tell the ends all the same
+)
 TOGETHER_NS = 100 * MS  # what falls with the gateway does so within this time
 
 
@@ -39,6 +42,12 @@ class Faults:
         if world.seed % 3 == 2:
             for _ in range(self._own.randint(1, 2)):
                 world.clock.after(self._own.randrange(shape.faults_ns), lambda: self._double(20))
+        if world.seed % 4 == 1:
+            self._grace = random.Random(world.seed)  # likewise
+            for _ in range(self._grace.randint(1, 2)):
+                world.clock.after(
+                    self._grace.randrange(shape.faults_ns), lambda: self._gracefully(20)
+                )
 
     def _strike_at(self, delay_ns: int, patience: int) -> None:
         self.world.clock.after(delay_ns, lambda: self._strike(patience))
@@ -78,6 +87,44 @@ class Faults:
         if node is not None and child is not None and child.alive:
             self._hit(node, child, "workers")
 
+    def _gracefully(self, patience: int) -> None:
+        """Somebody stops the node, or changes it, in good order, while there are streams; and who takes part in it
+        falls in the middle."""
+        world, node, rng = self.world, self.world.node, self._grace
+        if not world.faulty or node is None:
+            return
+        busy = any(scheduler.core.live for scheduler in node.schedulers())
+        if not node.can_change or (patience and not busy):
+            if patience:
+                world.clock.after(rng.randrange(WAIT_NS), lambda: self._gracefully(patience - 1))
+            return
+        window_ns = 1_500 * MS
+        if rng.random() < 0.5:
+            node.ask_for_a_change()
+        if rng.random() < 0.75:
+            drain_ms = rng.choice((0, 300, 1500, 4000))
+            window_ns = (drain_ms + STRUCK_UNTIL_MS) * MS
+            world.clock.after(
+                rng.choice((0, rng.randrange(1_000 * MS))), lambda: self._stop(node, drain_ms)
+            )
+        for _ in range(rng.choice((0, 1, 2, 3))):
+            world.clock.after(rng.randrange(window_ns), lambda: self._strike_one_of(node))
+
+    def _strike_one_of(self, node: "Node") -> None:
+        living = [child for child in node.children.values() if child.alive and child.mood == "well"]
+        if node.gone or node.finished is not None or not self.world.faulty or not living:
+            return
+        gateway = node.children.get("gateway")
+        child = self._grace.choice(living)
+        if gateway in living and self._grace.random() < 0.6:
+            child = gateway
+        mood = self._grace.choice(("crash", "crash", "crash", "stopped", "deadlocked"))
+        node.story.append(f"{node.now_ns / 1e9:.3f} {mood} {child.spec.name}#{child.incarnation}")
+        if mood == "crash":
+            node.die(child, -9)
+        else:
+            node.afflict(child, mood)
+
     def _victims(self, node: "Node", kind: str) -> list[Child]:
         rng = self.rng
         living = [child for child in node.children.values() if child.alive]
@@ -114,11 +161,15 @@ class Faults:
 
     def _shut_down(self) -> None:
         """Somebody stops the node in good order, and somebody starts it again."""
-        node = self.world.node
-        if self.world.faulty and node is not None and not node.gone and node.finished is None:
+        if (node := self.world.node) is not None:
+            self._stop(node, self.rng.choice((0, 500, 3000)))
+
+    def _stop(self, node: "Node", drain_ms: int) -> None:
+        if self.world.faulty and not node.gone and node.finished is None:
             self.world.shut_down = True
-            node.story.append(f"{node.now_ns / 1e9:.3f} shutdown")
-            node.feed(ShutdownAsked(self.rng.choice((0, 500, 3000))))
+            node.story.append(f"{node.now_ns / 1e9:.3f} told to stop within {drain_ms} ms")
+            node.checks.told_to_stop(drain_ms)
+            node.feed(ShutdownAsked(drain_ms))
 
     def _ask_at(self, delay_ns: int, patience: int) -> None:
         self.world.clock.after(delay_ns, lambda: self._ask(patience))
@@ -146,7 +197,7 @@ class Faults:
     def _stall(self, client: object):  # type: ignore[no-untyped-def]
         def stall() -> None:
             if self.world.faulty:
-                client.stalled = True  # type: ignore[attr-defined]
+                client.stalled = client.stalled_once = True  # type: ignore[attr-defined]
                 self.world.clock.after(self.rng.randint(100, 5000) * MS, client.wake)  # type: ignore[attr-defined]
 
         return stall

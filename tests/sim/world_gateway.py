@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from phalanx.protocol.limits import DRAIN_MS
 from phalanx.protocol.messages import (
     BusFromGateway,
     ClientReply,
@@ -11,6 +12,7 @@ from phalanx.protocol.messages import (
     Submit,
 )
 from phalanx.services.gateway.admission import Settings
+from phalanx.services.gateway.ending import Ending
 from phalanx.services.gateway.entries import Accept, Finish, Op, Produced
 from phalanx.services.model_limits import ModelLimits
 from sim.gateway_world import Disk
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 MODEL = ModelLimits("sim", VOCAB, MAX_MODEL_LEN, EOS)
 DEFAULT_MAX_TOKENS = 20
-LAST_WORDS_NS = 1_000 * MS
 
 
 class JournalThread:
@@ -114,9 +115,7 @@ class GatewayBody(Body):
         world.memory.begin(self.core)
         self.journal = JournalThread(self, world.disk)
         self._topology_version = 0
-        self._drain_until_ns: int | None = None
-        self._end_ns: int | None = None
-        self._hand_over_until_ns: int | None = None
+        self.ending = Ending(self.core)
         self.told_final: dict[tuple[bytes, str], list[bool]] = {}
         node.gateway_is_up(self)
         self.wake(0)
@@ -125,10 +124,9 @@ class GatewayBody(Body):
         if isinstance(message, HealthUpdate):
             self.core.on_health(message)
         elif isinstance(message, Drain):
-            self._drain(self.now_ns + message.timeout_ms * MS)
+            self.ending.drain(self.now_ns + message.timeout_ms * MS)
         elif isinstance(message, HandOver):
-            self._hand_over_until_ns = self.now_ns + message.timeout_ms * MS
-            self.core.hand_over()
+            self.ending.hand_over(self.now_ns + message.timeout_ms * MS)
         self.wake()
 
     def turn(self) -> None:
@@ -142,8 +140,10 @@ class GatewayBody(Body):
                 case (number, failure):
                     self.core.on_journal(number, failure, self.now_ns)
         self._tick()
-        if self._told_to_end and self._drained():
-            if self._hand_over_until_ns is None:
+        if self.ending.begun and self.ending.ends_all(self.now_ns):
+            self._tick()
+        if self.ending.begun and self.ending.over(self.now_ns):
+            if not self.ending.hands_over:
                 self.world.memory.lose()
             self.node.leave(self.child)
             return
@@ -177,32 +177,11 @@ class GatewayBody(Body):
     def died(self) -> None:
         self.world.memory.killed(self.core, self.now_ns)
 
-    # ------------------------------------------------------------ a clean end
-
     def terminate(self) -> None:
         """SIGTERM, to which the supervisor's Drain belongs."""
-        if self._drain_until_ns is None:
-            self._drain(self.now_ns + 10_000 * MS)
+        if not self.ending.begun:
+            self.ending.drain(self.now_ns + DRAIN_MS * MS)
         self.wake()
-
-    def _drain(self, until_ns: int) -> None:
-        self.core.drain()
-        known = self._drain_until_ns
-        self._drain_until_ns = until_ns if known is None else min(known, until_ns)
-
-    @property
-    def _told_to_end(self) -> bool:
-        return self._drain_until_ns is not None or self._hand_over_until_ns is not None
-
-    def _drained(self) -> bool:
-        if self._hand_over_until_ns is not None:
-            return self.core.on_disk or self.now_ns >= self._hand_over_until_ns
-        assert self._drain_until_ns is not None
-        if self._end_ns is None and self.now_ns >= self._drain_until_ns:
-            self._end_ns = self.now_ns + LAST_WORDS_NS
-            self.core.finish_all(self.now_ns)
-            self._tick()
-        return self.core.idle or (self._end_ns is not None and self.now_ns >= self._end_ns)
 
 
 BusMessage = tuple[bytes, BusFromGateway]

@@ -199,6 +199,7 @@ class Node(Host):
     def _signal(self, child: Child | None, incarnation: int, number: int) -> None:
         body = child.body if child is not None else None
         if number != 9 and isinstance(body, GatewayBody) and body.incarnation == incarnation:
+            body.child.termed = True
             if body.awake and self.rng.random() >= self.plan.ignores_term:
                 body.terminate()
             return
@@ -212,9 +213,9 @@ class Node(Host):
         was_alive = child.alive
         super().die(child, code)
         if was_alive and child.body is not None:
-            self._lose_body(child.body)
+            self._lose_body(child.body, code == 0)
 
-    def _lose_body(self, body: Body) -> None:
+    def _lose_body(self, body: Body, cleanly: bool) -> None:
         body.died()
         line = next((line for line in self.lines.values() if line.body is body), None)
         if line is not None:
@@ -222,7 +223,7 @@ class Node(Host):
             line.down.receiver_died()
             self.after(self.ms(0, 5), lambda: setattr(line, "gone", True))
         if isinstance(body, GatewayBody):
-            self.world.gateway_died()
+            self.world.gateway_died(cleanly)
             for line in self.lines.values():
                 line.down.sender_died()
                 line.up.receiver_died()

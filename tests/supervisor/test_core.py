@@ -14,19 +14,18 @@ from phalanx.protocol.limits import (
     BUSY_SILENCE_MS,
     GO_ACK_MS,
     HANG_MS,
-    KILL_GRACE_MS,
     RESTART_SERVED_MS,
     RESTARTS_MAX,
     START_DEADLINE_MS,
     STARVED_MS_MAX,
     STEP_END_MS,
     STOP_ACK_MS,
-    TERM_GRACE_MS,
     TROUBLE_MS,
 )
 from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
 from phalanx.protocol.topology import Topology
-from phalanx.supervisor.core import NodeStage, SupervisorCore, describe_end
+from phalanx.supervisor.core import SupervisorCore, describe_end
+from phalanx.supervisor.ending import NodeStage
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
@@ -37,7 +36,6 @@ from phalanx.supervisor.events import (
     Inspect,
     Inspected,
     Kill,
-    KillAsked,
     Observed,
     PipeClosed,
     Progressed,
@@ -45,7 +43,6 @@ from phalanx.supervisor.events import (
     Reaped,
     Send,
     SetEpoch,
-    ShutdownAsked,
     Spawn,
     Spawned,
     Tell,
@@ -777,83 +774,6 @@ def test_status_lists_live_processes_only() -> None:
     assert names[0] == "supervisor" and "worker-1" not in names and "worker-0" in names
     assert (reply.call, reply.healthy, reply.epoch) == (5, False, 3)
     assert [(r.slot, r.state, r.incarnation) for r in reply.ranks][1] == (1, "lost", 2)
-
-
-# ---------------------------------------------------------------- the end
-
-
-def end(story: Story, *names: str, code: int = 0) -> None:
-    for name in names:
-        story.feed(Reaped(name, story.core.processes[name].incarnation, code))
-    story.actions += story.core.tick(story.now_ns)
-
-
-def others(story: Story) -> list[str]:
-    return [name for name in story.core.processes if name != "gateway"]
-
-
-def test_shutdown_drains_the_gateway_then_ends_the_rest() -> None:
-    story = running().feed(ShutdownAsked(3000))
-    kills = [a for a in story.actions if isinstance(a, Kill)]
-    assert kills == [Kill("gateway", 1, signal.SIGTERM)]
-    assert Send("gateway", 1, Drain(3000)) in story.actions
-    story.wait(2000)
-    story.actions.clear()
-    end(story, "gateway")
-    assert {a.name for a in story.take(Kill)} == set(others(story))
-    end(story, *others(story))
-    assert story.take(Finished) == [Finished(ExitCode.OK, "", ())]
-
-
-def test_a_worker_that_dies_during_the_drain_is_replaced() -> None:
-    story = running().feed(ShutdownAsked(60_000))
-    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
-    assert story.epoch == 4
-    assert story.core.processes["worker-1"].incarnation == 2
-    story.dies("gateway").wait(100)
-    assert story.core.stage is NodeStage.TERMINATING, "a gateway that is gone has drained"
-
-
-def test_a_gateway_that_does_not_end_is_killed_and_reported() -> None:
-    story = running().feed(ShutdownAsked(1000)).wait(1000 + TERM_GRACE_MS - 100)
-    assert Kill("gateway", 1, signal.SIGKILL) not in story.actions
-    story.wait(200)
-    assert Kill("gateway", 1, signal.SIGKILL) in story.actions
-    end(story, "gateway", code=-9)
-    end(story, *others(story))
-    assert story.take(Finished) == [Finished(ExitCode.OK, "", ("gateway (killed)",))]
-
-
-def test_leftovers_are_killed_after_their_grace() -> None:
-    story = running().feed(ShutdownAsked(0))
-    end(story, "gateway")
-    end(story, *others(story)[1:])
-    story.wait(TERM_GRACE_MS + 100)
-    assert Kill("worker-0", 1, signal.SIGKILL) in story.actions
-    end(story, "worker-0", code=-9)
-    assert story.take(Finished) == [Finished(ExitCode.OK, "", ("worker-0 (killed)",))]
-
-
-def test_shutdown_ends_even_if_the_kernel_holds_a_process() -> None:
-    story = running().feed(KillAsked())
-    assert len(story.take(Kill)) == len(story.core.processes)
-    end(story, *others(story), code=-9)
-    story.wait(KILL_GRACE_MS + 100)
-    (finished,) = story.take(Finished)
-    assert "gateway (does not die)" in finished.left
-
-
-def test_shutdown_during_the_start() -> None:
-    story = Story().feed(ShutdownAsked(1000))
-    story.feed(Reaped("gateway", 1, -15))
-    end(story, *others(story), code=-15)
-    assert story.take(Finished) == [Finished(ExitCode.OK, "", ())]
-
-
-def test_the_second_request_shortens_the_drain() -> None:
-    story = running().feed(ShutdownAsked(60_000)).wait(500).feed(ShutdownAsked(0))
-    story.wait(TERM_GRACE_MS + 100)
-    assert story.core.stage is NodeStage.TERMINATING
 
 
 @pytest.mark.parametrize(

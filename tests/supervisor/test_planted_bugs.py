@@ -12,6 +12,7 @@ from phalanx.protocol.errors import Code, ExitCode
 from phalanx.protocol.patience import Patience
 from phalanx.supervisor.changes import Changes, Scaling
 from phalanx.supervisor.core import SupervisorCore
+from phalanx.supervisor.ending import Ending
 from phalanx.supervisor.events import (
     AcksSeen,
     Action,
@@ -219,7 +220,23 @@ def publishes_between_stop_and_go(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=40)
 def never_kills_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SupervisorCore, "_kill_all", lambda self, now_ns: self._finish())
+    patch.setattr(Ending, "kill_all", lambda self, now_ns: self._finish())
+
+
+@planted(seeds=20)
+def a_gateway_that_dies_while_it_drains_is_let_go(patch: pytest.MonkeyPatch) -> None:
+    """Nobody is told how its streams end."""
+    patch.setattr(Ending, "has_drained", lambda self, process, code: process.drains)
+
+
+@planted(seeds=20)
+def a_drain_knows_no_limit(patch: pytest.MonkeyPatch) -> None:
+    right = Ending.shut_down
+
+    def shut_down(self: Ending, drain_ms: int, now_ns: int) -> list[Action]:
+        return right(self, drain_ms + 60_000, now_ns)
+
+    patch.setattr(Ending, "shut_down", shut_down)
 
 
 @planted(seeds=10)

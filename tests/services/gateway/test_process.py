@@ -33,7 +33,7 @@ from phalanx.protocol.rundir import CLIENT_SOCKET, JOURNAL_FILE, endpoint
 from phalanx.protocol.seeds import derive_seed
 from phalanx.services.client import Client, GatewaySilent, NoNode, RequestTimeout, Result, Spec
 from phalanx.services.client_async import AsyncClient
-from phalanx.services.gateway.main import LAST_WORDS_NS
+from phalanx.services.gateway.ending import LAST_WORDS_NS
 from phalanx.services.gateway.validate import sampling_for
 from sim.gateway_fakes import Expected, token_at
 from sim.gateway_world import MODEL, expected, prompt_of
