@@ -143,8 +143,9 @@ class Core:
         return self._logs.take_notes(self._placement.take_placed())
 
     def all_notes(self) -> Iterator[Note]:
-        """What a new token log begins with."""
-        return self._logs.all_notes(self._lives.requests.values(), self._tick_at_ns)
+        """What a new token log begins with. It may be taken a little at a time, over many turns; `take_notes` has
+        what is new meanwhile."""
+        return self._logs.all_notes(list(self._lives.requests.values()), self._tick_at_ns)
 
     def deliver(self, send: Send, now_ns: int) -> None:
         """Feed the clients with whatever they take."""

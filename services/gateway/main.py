@@ -183,7 +183,7 @@ class Gateway:
         self._look_at_journal(now_ns)
         self._look_at_supervisor(now_ns)
         self._core.turn(now_ns)
-        self._write_tokens(now_ns)
+        more = self._write_tokens(now_ns)
         for peer, message in self._core.take_bus():
             if isinstance(message, Submit):
                 moved = message.resumed
@@ -211,15 +211,17 @@ class Gateway:
         if (report := self._core.take_scrub_report()) is not None:
             send(self._service.supervisor, encode(report))
         # A remainder below a millisecond is waited for too: zero would spin.
-        return self._core.wait_ns(now_ns) // MS + 1
+        return 0 if more else self._core.wait_ns(now_ns) // MS + 1
 
-    def _write_tokens(self, now_ns: int) -> None:
+    def _write_tokens(self, now_ns: int) -> bool:
+        """Whether there is more to be written, for which nobody need wait."""
         notes = self._core.take_notes()
         if notes:
             failpoint("gateway.tokens.before_write")
-        self._tokens.write(notes, self._core.all_notes, now_ns)
+        more = self._tokens.write(notes, self._core.all_notes, now_ns)
         if notes:
             failpoint("gateway.tokens.after_write")
+        return more
 
     def drained(self, now_ns: int) -> bool:
         """Told to end: whether it may."""

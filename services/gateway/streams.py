@@ -5,7 +5,7 @@ begin again at any token offset and says exactly the same.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
@@ -35,6 +35,7 @@ from phalanx.services.gateway.stops import StopScanner
 _ID = Struct("=i").pack
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
+NOTED_TOKENS_MAX = 1024  # of one stream in one note of a new token log
 SUSPECT_FALLS = 3  # see `suspects.py`
 
 
@@ -262,27 +263,41 @@ class Stream:
     def note(self) -> list[Produced | Scored]:
         """What is not on its way to the log yet. Scores come first: tokens are not told without them."""
         fresh: list[Produced | Scored] = []
-        rid, sampling = self.entry.request_id, self.sampling
-        if sampling.prompt_logprobs is not None:
+        if self.sampling.prompt_logprobs is not None:
             first, self.scores_noted = self.scores_noted, self.num_scores
             if first < self.scores_noted:
-                begin = first * record_bytes(sampling.prompt_logprobs)
-                fresh.append(Scored(rid, first, bytes(self.scores[begin:])))
+                fresh.append(self._scores_noted(first, self.scores_noted))
         start, self.noted = self.noted, len(self.tokens)
         if start < self.noted:
-            logprobs = b""
-            if sampling.logprobs is not None:
-                logprobs = msgspec.msgpack.encode(self.logprobs[start : self.noted])
-            one = start + 1 == self.noted  # each token of each stream comes by here
-            ids = _ID(self.tokens[-1]) if one else array("i", self.tokens[start:]).tobytes()
-            fresh.append(Produced(rid, self.index, start, ids, logprobs))
+            fresh.append(self._tokens_noted(start, self.noted))
         return fresh
 
-    def note_all(self) -> list[Note]:
-        """All that a log should have of it."""
-        self.noted = self.scores_noted = 0
-        placed: list[Note] = [self.placed] if self.placed is not None else []
-        return [*placed, *self.note()]
+    def note_all(self) -> Iterator[Note]:
+        """All that a log should have of it, in pieces. What is noted between two of them is in a later one as well."""
+        if self.placed is not None:
+            yield self.placed
+        first = start = 0
+        while first < (have := self.num_scores):
+            end = min(first + PROMPT_LOGPROBS_MAX, have)
+            yield self._scores_noted(first, end)
+            first = end
+        while start < (have := len(self.tokens)):
+            end = min(start + NOTED_TOKENS_MAX, have)
+            yield self._tokens_noted(start, end)
+            start = end
+
+    def _scores_noted(self, first: int, end: int) -> Scored:
+        assert self.sampling.prompt_logprobs is not None
+        size = record_bytes(self.sampling.prompt_logprobs)
+        return Scored(self.request_id, first, bytes(self.scores[first * size : end * size]))
+
+    def _tokens_noted(self, start: int, end: int) -> Produced:
+        logprobs = b""
+        if self.sampling.logprobs is not None:
+            logprobs = msgspec.msgpack.encode(self.logprobs[start:end])
+        one = start + 1 == end  # each token of each stream comes by here
+        ids = _ID(self.tokens[start]) if one else array("i", self.tokens[start:end]).tobytes()
+        return Produced(self.entry.request_id, self.index, start, ids, logprobs)
 
     def recover(self, produced: Sequence[Produced], scored: Sequence[Scored] = ()) -> None:
         """Take what the journal has of it."""

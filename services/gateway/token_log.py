@@ -4,8 +4,9 @@ Tokens of a stream can be made again, but one by one; so the gateway also writes
 /dev/shm, before it sends anything that follows from them. The file outlives all processes of the node,
 killed together or not, and costs no disk. Nothing depends on it for being right: what it lacks is made again.
 
-It is a sequence of frames (length, checksum, notes), one a turn, and begins with all that was known
-when it was made. When it has grown to a multiple of that, the next one is made and it goes.
+It is a sequence of frames (length, checksum, notes), one a turn. When it has grown to a multiple of what it began
+with, the next one is made, and when that has all that is known then, it goes. Streams do not wait for this: it is done
+a little a turn, and what is new meanwhile goes into both.
 """
 
 import contextlib
@@ -13,8 +14,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -29,7 +29,9 @@ MAGIC = b"PHXTOK1\n"
 FIRST_BYTES_MAX = 64 << 20  # that a file begins with: streams beyond are made again after a death
 GROWTH_BYTES = 4 << 20  # a file grows by this, or to twice what it began with, before the next one
 AGAIN_NS = 1_000 * MS  # between two tries to make one, while /dev/shm is full
-_NOTES_PER_FRAME = 1024
+TURN_BYTES = 256 << 10  # of all that is known, in one turn: some milliseconds at most
+_FRAME_BYTES = 64 << 10
+_NOTE_BYTES = 64  # about what a note takes beside its tokens
 _FRAME = struct.Struct("<II")
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Note])
@@ -55,15 +57,30 @@ def notes_in(data: bytes) -> Iterator[Note]:
         at += _FRAME.size + size
 
 
-def beginning(notes: Iterable[Note]) -> Iterator[bytes]:
+def beginning(notes: Iterable[Note], frame_bytes: int = _FRAME_BYTES) -> Iterator[bytes]:
     """A new file, in parts, with all that is known; oldest first, and no more than there is room for."""
     yield MAGIC
     size = 0
-    rest = iter(notes)
-    while size <= FIRST_BYTES_MAX and (some := list(islice(rest, _NOTES_PER_FRAME))):
-        part = frame(some)
-        size += len(part)
-        yield part
+    some: list[Note] = []
+    nbytes = 0
+    for note in notes:
+        some.append(note)
+        nbytes += _NOTE_BYTES + _content_bytes(note)
+        if nbytes >= frame_bytes:
+            part = frame(some)
+            yield part
+            size += len(part)
+            some, nbytes = [], 0
+            if size >= FIRST_BYTES_MAX:
+                return
+    if some:
+        yield frame(some)
+
+
+def _content_bytes(note: Note) -> int:
+    if isinstance(note, Produced):
+        return len(note.token_ids) + len(note.logprobs)
+    return len(note.records) if isinstance(note, Scored) else 0
 
 
 def recall(recovered: Sequence[Recovered], notes: Iterable[Note]) -> list[Recovered]:
@@ -93,16 +110,38 @@ def recall(recovered: Sequence[Recovered], notes: Iterable[Note]) -> list[Recove
     return told
 
 
+@dataclass
+class _File:
+    """One that is open for writing, with its lock."""
+
+    path: Path
+    fd: int
+    size: int = 0
+
+    def add(self, data: bytes) -> None:
+        done = os.write(self.fd, data)
+        self.size += done
+        if done < len(data):
+            raise OSError(f"{SHM} took {done} of {len(data)} bytes")
+
+    def close(self, keep: bool) -> None:
+        os.close(self.fd)
+        if not keep:
+            self.path.unlink(missing_ok=True)
+
+
 class TokenLog:
-    """The file of this gateway, and those of the gateways before it."""
+    """The file of this gateway, the one that will follow it, and those of the gateways before it."""
 
     def __init__(self, node: str, log: Logger) -> None:
         self._node, self._log = node, log
         old = [SHM / name for name in names(node) if kind_of(name) == TOKENS]
         self._old = sorted(old, key=_number)
         self._last = _number(self._old[-1]) if self._old else 0
-        self._fd, self._path = -1, Path()
-        self._size = self._size_max = 0
+        self._file: _File | None = None  # has all there is
+        self._size_max = 0  # of that one
+        self._next: _File | None = None
+        self._rest: Iterator[bytes] = iter(())  # of what the next one begins with
         self._again_ns = 0
         self._failing = False
 
@@ -114,25 +153,15 @@ class TokenLog:
 
     def write(
         self, notes: Sequence[Note], whole: Callable[[], Iterable[Note]], now_ns: int
-    ) -> None:
-        """Add what is new; `whole` is asked for all there is when a new file begins."""
-        if self._fd >= 0 and self._size < self._size_max:
-            if notes:
-                self._try(lambda: self._add(frame(notes)), now_ns)
-        elif now_ns >= self._again_ns:
-            self._try(lambda: self._begin(whole()), now_ns)
-
-    def close(self, keep: bool) -> None:
-        """`keep`: for the successor."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            if not keep:
-                self._path.unlink(missing_ok=True)
-        self._fd = -1
-
-    def _try(self, act: Callable[[], None], now_ns: int) -> None:
+    ) -> bool:
+        """Add what is new; `whole` is asked for all there is, a little at a time, when a new file begins. Returns
+        whether there is more of that to be written."""
         try:
-            act()
+            self._add(notes)
+            if self._next is None and self._is_full and now_ns >= self._again_ns:
+                self._begin(whole())
+            if self._next is not None:
+                self._go_on(self._next)
         except OSError as error:
             self.close(keep=False)  # half of it would help nobody, and others need the room
             self._forget_old()
@@ -143,23 +172,49 @@ class TokenLog:
                     error=str(error),
                 )
             self._failing = True
-        else:
-            self._failing = False
+        return self._next is not None
+
+    def close(self, keep: bool) -> None:
+        """`keep`: for the successor."""
+        for file in (self._file, self._next):
+            if file is not None:
+                file.close(keep)
+        self._file = self._next = None
+
+    @property
+    def _is_full(self) -> bool:
+        return self._file is None or self._file.size >= self._size_max
+
+    def _add(self, notes: Sequence[Note]) -> None:
+        files = [file for file in (self._file, self._next) if file is not None]
+        if notes and files:
+            part = frame(notes)
+            _check_room(len(files) * len(part))
+            for file in files:
+                file.add(part)
 
     def _begin(self, notes: Iterable[Note]) -> None:
         self._last += 1
-        if self._fd >= 0:
-            self._old.append(self._path)
-            self.close(keep=True)
-        self._path = SHM / arena_name(self._node, TOKENS, self._last)
+        path = SHM / arena_name(self._node, TOKENS, self._last)
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
-        self._fd, self._size = os.open(self._path, flags, 0o600), 0
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for part in beginning(notes):
-            _check_room(len(part))
-            self._add(part)
-        self._size_max = max(2 * self._size, self._size + GROWTH_BYTES)
+        self._next = _File(path, os.open(path, flags, 0o600))
+        fcntl.flock(self._next.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._rest = beginning(notes)
+
+    def _go_on(self, file: _File) -> None:
+        """With what it begins with."""
+        until = file.size + TURN_BYTES
+        for part in self._rest:
+            _check_room(len(part) + GROWTH_BYTES)
+            file.add(part)
+            if file.size >= until:
+                return
+        if self._file is not None:
+            self._file.close(keep=False)
+        self._file, self._next = file, None
+        self._size_max = max(2 * file.size, file.size + GROWTH_BYTES)
         self._forget_old()
+        self._failing = False
 
     def _forget_old(self) -> None:
         for path in self._old:
@@ -167,17 +222,12 @@ class TokenLog:
                 path.unlink()
         self._old.clear()
 
-    def _add(self, data: bytes) -> None:
-        done = os.write(self._fd, data)
-        self._size += done
-        if done < len(data):
-            raise OSError(f"{SHM} took {done} of {len(data)} bytes")
-
 
 def _check_room(nbytes: int) -> None:
+    """What others need is not for the log."""
     stat = os.statvfs(SHM)
     free = stat.f_bavail * stat.f_frsize
-    if nbytes + GROWTH_BYTES + KEEP_FREE_BYTES > free:
+    if nbytes + KEEP_FREE_BYTES > free:
         raise OSError(f"{SHM} has {free >> 20} MiB free")
 
 

@@ -12,7 +12,7 @@ from gateway_desk import T0, Desk, texts
 
 from phalanx.protocol.arena import SHM, TOKENS, arena_name, names, sweep
 from phalanx.protocol.digests import tokens_digest
-from phalanx.protocol.log import setup_logging
+from phalanx.protocol.log import flush_log, setup_logging
 from phalanx.protocol.messages import (
     Attach,
     Final,
@@ -38,6 +38,7 @@ from phalanx.services.gateway.entries import (
     Scored,
     Stamp,
 )
+from phalanx.services.gateway.streams import Stream
 from phalanx.services.gateway.token_log import TokenLog, beginning, frame, notes_in, recall
 
 R = "r" * 32
@@ -71,8 +72,8 @@ def log_of(node: str, tmp_path: Path) -> TokenLog:
 
 
 def kill(log: TokenLog) -> None:
-    """Its process is gone, and its lock with it."""
-    os.close(log._fd)
+    """Its process is gone, and its locks with it."""
+    log.close(keep=True)
 
 
 def test_the_next_gateway_reads_what_the_last_one_wrote(node: str, tmp_path: Path) -> None:
@@ -161,6 +162,7 @@ def test_full_memory_costs_the_log_and_nothing_else(
     log.write([piece(3, 7)], lambda: [piece(0, 7, 7, 7, 7)], 2 * token_log.AGAIN_NS)
     kill(log)
     assert log_of(node, tmp_path).read() == [piece(0, 7, 7, 7, 7)]
+    flush_log(5)
     told = (tmp_path / "logs" / "gateway.log").read_text()
     assert told.count("no token log") == 2  # once each
 
@@ -177,10 +179,84 @@ def test_what_others_put_there_is_no_log(node: str, tmp_path: Path) -> None:
 
 def test_beyond_the_bound_the_youngest_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_log, "FIRST_BYTES_MAX", 1000)
-    monkeypatch.setattr(token_log, "_NOTES_PER_FRAME", 2)
     some = [piece(0, at) for at in range(100)]
-    kept = list(notes_in(b"".join(beginning(some))))
+    kept = list(notes_in(b"".join(beginning(some, frame_bytes=100))))
     assert 0 < len(kept) < 50 and kept == some[: len(kept)]
+
+
+def test_the_bound_is_one_of_bytes_however_much_a_note_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thousand streams with log-probabilities were one frame of half a gigabyte."""
+    monkeypatch.setattr(token_log, "FIRST_BYTES_MAX", 1 << 20)
+    large = [Produced(R, 0, 0, b"", bytes(100_000)), Scored(R, 0, bytes(100_000))]
+    assert (1 << 20) <= len(b"".join(beginning(large * 500))) < (1 << 20) + 300_000
+
+
+def long_stream(number: int, tokens: int) -> Stream:
+    made = Stream(entry(Sampling(seed=1, max_tokens=10**6, logprobs=0)), 0, number)
+    grow(made, tokens)
+    return made
+
+
+def grow(stream: Stream, count: int) -> None:
+    first = len(stream.tokens)
+    stream.tokens += range(first, first + count)
+    stream.logprobs += [TokenLogprobs(-float(first + at)) for at in range(count)]
+
+
+@pytest.mark.parametrize("killed_after", [0, 1, 2, 3, 5, 8, 11, 30])
+def test_the_next_file_is_made_beside_the_streams(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_after: int
+) -> None:
+    """A little of it a turn, while they go on; whenever the gateway dies, all that it knew is there."""
+    monkeypatch.setattr(token_log, "TURN_BYTES", 200_000)
+    monkeypatch.setattr(token_log, "GROWTH_BYTES", 1000)
+    log, stream = log_of(node, tmp_path), long_stream(1, 90_000)
+    old = (SHM / arena_name(node, TOKENS, 0)).open("wb")  # of the gateway before
+    old.write(b"PHXTOK1\n" + frame(stream.note()))
+    old.close()
+    log = log_of(node, tmp_path)
+    before, turns = 0, 0
+    while log.write(stream.note(), stream.note_all, turns) and turns < killed_after:
+        now = sum((SHM / name).stat().st_size for name in names(node)[1:])
+        assert now - before < 300_000, "more than a turn may take"
+        before, turns = now, turns + 1
+        grow(stream, 7)
+    assert (turns == killed_after) == (killed_after < 8)
+    for _ in range(3 * (killed_after == 30)):  # the same of one that has grown
+        grow(stream, 50_000)
+        log.write(stream.note(), stream.note_all, turns)
+        grow(stream, 5)
+        log.write(stream.note(), stream.note_all, turns)
+    notes = log_of(node, tmp_path).read()
+    assert notes is not None
+    (told,) = recall([Recovered(stream.entry)], notes)
+    again = long_stream(2, 0)
+    again.recall(told.produced)
+    assert again.tokens == stream.tokens and again.logprobs == stream.logprobs
+    log.close(keep=False)
+
+
+def test_what_others_need_of_dev_shm_is_not_for_the_log(
+    node: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grew until nothing was left, and a rank that came back found no room."""
+    log = log_of(node, tmp_path)
+    log.write([], list, 0)
+    assert log.write([piece(0, 7)], list, 1) is False
+    (name,) = names(node)
+    real = os.statvfs(SHM)
+    few = (token_log.KEEP_FREE_BYTES - 1) // real.f_frsize
+
+    def little(path: Path) -> os.statvfs_result:
+        return os.statvfs_result((*real[:4], few, *real[5:]))
+
+    monkeypatch.setattr(os, "statvfs", little)
+    log.write([], list, 2)
+    assert names(node) == [name], "nothing is added"
+    log.write([piece(1, 7)], list, 3)
+    assert names(node) == []
 
 
 # --- what the next gateway does with it ---
