@@ -172,7 +172,9 @@ class Changes:
         """From here on its deaths are handled, and count, as usual."""
         process.in_hand = False
         if process.alive and process.kill_ns:  # told to end: there is no way back
-            return self._core.lose(process, "did not end when told to", process.kill_ns, now_ns)
+            return self._core.lives.lose(
+                process, "did not end when told to", process.kill_ns, now_ns
+            )
         if process.stage is Stage.DOWN and not process.leaving:
             process.start_anew(now_ns)
         if process.spec.kind == "worker" and process.alive:
@@ -195,7 +197,7 @@ class Changes:
         if now_ns < process.kill_ns:
             return []
         told_ns, process.kill_ns = process.kill_ns, now_ns
-        return self._core.lose(process, "did not end when told to", told_ns, now_ns)
+        return self._core.lives.lose(process, "did not end when told to", told_ns, now_ns)
 
     # ------------------------------------------------------------ scale
 
@@ -311,7 +313,9 @@ class Changes:
             if change.back is None:
                 return self._stay(change, leavers, now_ns)
             for process in leavers:
-                actions += core.lose(process, "did not leave in time", change.deadline_ns, now_ns)
+                actions += core.lives.lose(
+                    process, "did not leave in time", change.deadline_ns, now_ns
+                )
         for process in leavers:
             actions += self._finish_off(process, now_ns)
         there = [process for process in leavers if process.exists]
@@ -395,7 +399,7 @@ class Changes:
             return self._await_whole(change, process, now_ns)
         if process.stage is Stage.DOWN and process.in_hand:
             process.start_anew(now_ns)
-            return core.spawn(process, now_ns)
+            return core.lives.spawn(process, now_ns)
         if process.spec.kind == "worker" and process.spec.seat in core.group.members:
             return []
         return self._finish_off(process, now_ns)

@@ -3,7 +3,6 @@
 Pure: events and the time go in, actions come out. `main.py` is the shell that carries them out.
 """
 
-import signal
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -20,7 +19,6 @@ from phalanx.protocol.messages import (
     PhaseTime,
     TopologyChanged,
 )
-from phalanx.protocol.patience import Patience
 from phalanx.supervisor.blame import awaited
 from phalanx.supervisor.changes import Changes
 from phalanx.supervisor.ending import Ending, NodeStage
@@ -33,7 +31,6 @@ from phalanx.supervisor.events import (
     FilesMissing,
     Inspect,
     Inspected,
-    Kill,
     KillAsked,
     Observed,
     PipeClosed,
@@ -46,15 +43,14 @@ from phalanx.supervisor.events import (
     Send,
     SetEpoch,
     ShutdownAsked,
-    Spawn,
     Spawned,
     StandbySeen,
     Stranded,
-    Sweep,
     Tell,
     Troubled,
 )
 from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
+from phalanx.supervisor.lives import Lives
 from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.rebalance import Rebalances
@@ -76,6 +72,7 @@ class SupervisorCore:
         seats = [SeatRecord(seat) for seat in range(len(self.workers))]
         self.placements = placements
         self.group = Group(seats, placements)
+        self.lives = Lives(self)
         self.changes = Changes(self)
         self.rebalances = Rebalances(self)
         self.ending = Ending(self)
@@ -109,17 +106,17 @@ class SupervisorCore:
             self._forgive(now_ns - self._ticked_ns - _GAP_COUNTS_MS * _MS)
         self._ticked_ns = now_ns
         actions: list[Action] = []
-        if self._supervising:
-            actions += self._spawn_due(now_ns)
+        if self.supervising:
+            actions += self.lives.spawn_due(now_ns)
             self._look_at_waits(now_ns)
             actions += self._find_hung(now_ns)
             self._forget_troubles(now_ns)
             if now_ns - self._health_said_ns >= HEALTH_REPEAT_MS * _MS:
-                actions += self._send_health()
+                actions += self.send_health()
                 self._health_said_ns = now_ns
             actions += self.group.hurry(now_ns)
             for seat, why in self.group.overdue(now_ns):
-                actions += self.lose(self.workers[seat], why, now_ns, now_ns)
+                actions += self.lives.lose(self.workers[seat], why, now_ns, now_ns)
         actions += self.changes.step(now_ns)
         actions += self.rebalances.step(now_ns)
         actions += self.ending.step(now_ns)
@@ -147,12 +144,12 @@ class SupervisorCore:
     @property
     def awaits_acks(self) -> bool:
         """Whether milliseconds count: the group is stopped until somebody answers on the board."""
-        return bool(self.group.waiting) and self._supervising
+        return bool(self.group.waiting) and self.supervising
 
     def _dispatch(self, event: Event, now_ns: int) -> list[Action]:
         match event:
             case AcksSeen():
-                return self.group.acks(event, now_ns) if self._supervising else []
+                return self.group.acks(event, now_ns) if self.supervising else []
             case Stranded():
                 self.group.moved(event.count)
                 return []
@@ -184,13 +181,13 @@ class SupervisorCore:
                 process.pid = event.pid
                 return []
             case BecameReady():
-                return self._ready(process, event, now_ns)
+                return self.lives.ready(process, event, now_ns)
             case Progressed():
-                return self._progressed(process, event, now_ns)
+                return self.lives.progressed(process, event, now_ns)
             case PipeClosed():
-                return self.lose(process, "died", event.seen_ns, now_ns)
+                return self.lives.lose(process, "died", event.seen_ns, now_ns)
             case Reaped():
-                return self._reaped(process, event, now_ns)
+                return self.lives.reaped(process, event, now_ns)
             case Observed():
                 advanced = process.observed(event, now_ns)
                 if process.spec.kind == "worker" and advanced:
@@ -210,7 +207,7 @@ class SupervisorCore:
         """What follows from any change: tell those who must know."""
         told: list[Action] = []
         if any(isinstance(action, SetEpoch | Publish) for action in actions):
-            told += self._notify()
+            told += self.notify()
         reasons = tuple(self.reasons())
         if self.ready_s < 0 and not self.missing():
             self.ready_s = (now_ns - self.started_ns) / 1e9
@@ -219,7 +216,7 @@ class SupervisorCore:
         if health != self._health:
             self._health = health
             told.append(Tell("healthy" if health[0] else "unhealthy", text="; ".join(reasons)))
-            told += self._send_health()
+            told += self.send_health()
         return told
 
     def ready_names(self) -> set[str]:
@@ -235,170 +232,8 @@ class SupervisorCore:
         return self.stage is NodeStage.RUNNING
 
     @property
-    def _supervising(self) -> bool:
+    def supervising(self) -> bool:
         return self.ending.supervising
-
-    # ------------------------------------------------------------ life of one process
-
-    def _spawn_due(self, now_ns: int) -> list[Action]:
-        actions: list[Action] = []
-        for process in self.processes.values():
-            if process.stage is Stage.WAITING and now_ns >= process.due_ns:
-                actions += self.spawn(process, now_ns)
-        return actions
-
-    def spawn(self, process: Process, now_ns: int) -> list[Action]:
-        process.incarnation += 1
-        process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
-        process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
-        process.trouble = "", now_ns
-        process.awaits = process.awaited_ns = 0
-        process.pid = process.beat_ns = process.progress = process.kill_ns = 0
-        process.drains = False
-        process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
-        spec = process.spec
-        published: list[Action] = []
-        if spec.kind == "worker":
-            self.group.loading(spec.seat, process.incarnation)
-            published = self.group.publish()
-        elif spec.kind == "scheduler":
-            self.group.seats[spec.seat].scheduler_incarnation = process.incarnation
-            published = self.group.publish()
-        return [Spawn(spec.name, process.incarnation), *published]
-
-    def _progressed(self, process: Process, event: Progressed, now_ns: int) -> list[Action]:
-        if process.stage is not Stage.STARTING:
-            return []
-        process.life, process.detail = Patience(now_ns), event.phase
-        process.fraction = event.fraction
-        process.progress_ns = now_ns
-        if event.phase != process.step[0]:
-            self._end_step(process, now_ns)
-            process.step = (event.phase, now_ns)
-        return [Tell("progress", process.spec.name, event.phase, event.fraction)]
-
-    def _end_step(self, process: Process, now_ns: int) -> None:
-        """Account for one phase of a first start (`phases` of `phalanx up`)."""
-        name, since_ns = process.step
-        if process.incarnation == 1:
-            seconds = round((now_ns - since_ns) / 1e9, 3)
-            self.phases.append(PhaseTime(name, process.spec.name, seconds))
-
-    def _ready(self, process: Process, event: BecameReady, now_ns: int) -> list[Action]:
-        if process.stage is not Stage.STARTING:
-            return []
-        self._end_step(process, now_ns)
-        process.stage, process.life, process.detail = Stage.READY, Patience(now_ns), ""
-        process.progress_ns, process.served = now_ns, True
-        spec = process.spec
-        note = f" (after {process.policy.roomless} starts in vain: {process.lacks})"
-        note = note if process.lacks else ""
-        process.policy.roomless, process.lacks = 0, ""
-        process.policy.ready_ns = now_ns
-        actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
-        if spec.kind == "worker" and self._supervising:
-            fingerprint, expected = event.fingerprint, self._expected_fingerprint(spec.seat)
-            if fingerprint != expected and expected:
-                return actions + self._refuse(process, fingerprint, expected, now_ns)
-            process.fingerprint = fingerprint
-            self.group.has_room(spec.seat, event.expert_slots)
-            if self.changes.hides(process):
-                return actions  # newcomers join together
-            self.group.seats[spec.seat].note = note
-            actions += self.group.ready(spec.seat, fingerprint, now_ns)
-            actions += self._end_if_short(now_ns)
-        elif spec.kind == "gateway":
-            actions += self._send_health()
-            actions += self._notify()
-            actions += self.ending.gateway_is_ready(process, now_ns)
-        return actions
-
-    def _end_if_short(self, now_ns: int) -> list[Action]:
-        """All first workers are there, and have no room for all experts: nobody else will come."""
-        complete = all(worker.stage is Stage.READY for worker in self.workers.values())
-        forming = self.group.phase is GroupPhase.FORMING and complete
-        short = self.group.shortage() if forming else ""
-        return self._fail(ExitCode.BAD_INPUT, short, now_ns) if short else []
-
-    def _expected_fingerprint(self, seat: int) -> str:
-        """What the seat's worker must have: the group's, or while it forms that of the first ready one."""
-        others = [
-            s.fingerprint for s in self.group.seats if s.seat != seat and s.state == "joining"
-        ]
-        return self.group.fingerprint or next(iter(others), "")
-
-    def _refuse(self, process: Process, found: str, expected: str, now_ns: int) -> list[Action]:
-        """Its numbers would differ from its peers': it must not join, and a restart would not help."""
-        why = f"its numerics fingerprint is {found}, the group's is {expected}"
-        process.leaving = True
-        actions = self.lose(process, why, now_ns, now_ns)
-        if self.ready_s < 0 or not any(w.alive for w in self.workers.values()):
-            actions += self._fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
-        return actions
-
-    def lose(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
-        """The process is dead or as good as dead. Killing it again is harmless: it is not reaped yet."""
-        if not process.alive:
-            return []
-        if process.kill_ns and why == "died":
-            why = "ended as asked"
-        kill = Kill(process.spec.name, process.incarnation, signal.SIGKILL)
-        return [kill, *self._dying(process, why, since_ns, now_ns)]
-
-    def _dying(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
-        name, spec = process.spec.name, process.spec
-        process.stage, process.detail = Stage.DYING, why
-        actions: list[Action] = []
-        if spec.kind == "worker" and self._supervising:
-            detected_ms = (now_ns - since_ns) / _MS
-            actions = self.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
-        elif spec.kind == "scheduler" and self._supervising:
-            # Its streams need not wait until it is reaped and the next one is started.
-            self.group.seats[spec.seat].scheduler_incarnation = process.incarnation + 1
-            actions = self.group.publish()
-        return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
-
-    def _reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:
-        if not process.exists:
-            return []
-        # The pidfd may speak before the death pipe; there is nobody left to kill.
-        told = "ended as asked" if process.kill_ns else "died"
-        actions = self._dying(process, told, now_ns, now_ns) if process.alive else []
-        name, spec = process.spec.name, process.spec
-        why = describe_end(event.code, event.detail)
-        if process.detail != "died":
-            why = f"{process.detail} ({why})"
-        process.stage, process.detail, process.pid = Stage.DOWN, why, 0
-        process.ended = why
-        actions += [Sweep(), Tell("ended", name, why)]
-        process.leaving |= self.ending.has_drained(process, event.code)
-        if not self._supervising or process.leaving or self.failed:
-            return actions + self.ending.step(now_ns)
-        if process.in_hand:
-            return actions
-        if event.code == ExitCode.BAD_INPUT and (spec.essential or self.ready_s < 0):
-            process.leaving = True  # a change that is dropped now must not start it again
-            return actions + self._fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
-        if event.code == ExitCode.NO_ROOM:
-            return actions + self._await_room(process, event.detail or why, now_ns)
-        delay_ns = process.policy.delay_ns(now_ns)
-        if delay_ns is None:
-            deaths = len(process.policy.deaths_ns)
-            text = f"{name} died {deaths} times within a minute, last: {why}"
-            return actions + self._fail(ExitCode.GAVE_UP, text, now_ns)
-        process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
-        return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
-
-    def _await_room(self, process: Process, lacks: str, now_ns: int) -> list[Action]:
-        """Shared memory is full, or a GPU's. A node that has never run says so and ends; one that runs goes on with
-        what it has, and tries again until there is room."""
-        if self.ready_s < 0:
-            return self._fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {lacks}", now_ns)
-        delay_ns = process.policy.room_delay_ns()
-        process.stage, process.due_ns, process.lacks = Stage.WAITING, now_ns + delay_ns, lacks
-        tries = process.policy.roomless
-        process.detail = f"{lacks} (tried {tries} times, the next time in {delay_ns / 1e9:g} s)"
-        return []
 
     # ------------------------------------------------------------ hang detection
 
@@ -426,7 +261,7 @@ class SupervisorCore:
         idle = [worker for worker in self.workers.values() if worker.idle_while_awaited(now_ns)]
         for worker in sorted(idle, key=lambda worker: worker.awaited_ns)[:1]:
             why = worker.idle_while_awaited(now_ns)
-            return self.lose(worker, why, worker.awaited_ns, now_ns)
+            return self.lives.lose(worker, why, worker.awaited_ns, now_ns)
         return []
 
     def _find_hung(self, now_ns: int) -> list[Action]:
@@ -437,7 +272,7 @@ class SupervisorCore:
             why = process.hung(now_ns)
             process.silent = process.silent or process.suspect(now_ns)
             if why:
-                actions += self.lose(process, why, process.life.since_ns, now_ns)
+                actions += self.lives.lose(process, why, process.life.since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
                 actions.append(Inspect(process.spec.name, process.incarnation))
         return actions + self._find_idle(now_ns)
@@ -490,7 +325,7 @@ class SupervisorCore:
         ready = worker is not None and worker.stage is Stage.READY
         return worker is not None and ready and not self.changes.hides(worker)
 
-    def _send_health(self) -> list[Action]:
+    def send_health(self) -> list[Action]:
         healthy, epoch, reasons = self._health
         update = HealthUpdate(healthy, max(epoch, 0), reasons)
         return [
@@ -499,7 +334,7 @@ class SupervisorCore:
             if p.spec.kind == "gateway" and p.stage is Stage.READY
         ]
 
-    def _notify(self) -> list[Action]:
+    def notify(self) -> list[Action]:
         changed = TopologyChanged(self.group.epoch)
         return [
             Send(p.spec.name, p.incarnation, changed)
@@ -509,19 +344,9 @@ class SupervisorCore:
 
     # ------------------------------------------------------------ the end
 
-    def _fail(self, code: ExitCode, reason: str, now_ns: int) -> list[Action]:
+    def fail(self, code: ExitCode, reason: str, now_ns: int) -> list[Action]:
         """The node cannot go on: end it at once; streams are told, then everything stops."""
         if self.failed:
             return []
         self.code, self.failed = code, reason
         return [Tell("failed", text=reason), *self.ending.shut_down(0, now_ns)]
-
-
-def describe_end(code: int, detail: str) -> str:
-    """How a process ended, for people."""
-    if code < 0:
-        how = f"ended by {signal.Signals(-code).name}"
-    else:
-        named = {member.value: member.name for member in ExitCode}
-        how = f"exit code {code}" + (f" {named[code]}" if code in named else "")
-    return f"{how}: {detail}" if detail else how

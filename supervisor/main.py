@@ -46,7 +46,7 @@ from phalanx.protocol.messages import (
     Trouble,
 )
 from phalanx.protocol.queues import count_held
-from phalanx.supervisor.core import SupervisorCore, describe_end
+from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     Action,
     BecameReady,
@@ -84,6 +84,7 @@ from phalanx.supervisor.files import CONFIG_GONE, Files, Tended
 from phalanx.supervisor.group import Placements
 from phalanx.supervisor.inject import SUPERVISOR, Injector, SetFaults
 from phalanx.supervisor.later import Later
+from phalanx.supervisor.lives import describe_end
 from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table

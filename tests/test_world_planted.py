@@ -30,9 +30,9 @@ from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.seats import Seat
 from phalanx.services.gateway.streams import End, Place, Stream
 from phalanx.supervisor.changes import Changes
-from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import AcksSeen, Action, Kill, Send
 from phalanx.supervisor.group import Group, GroupPhase
+from phalanx.supervisor.lives import Lives as ProcessLives
 from phalanx.supervisor.process import Process
 from phalanx.worker_svc.slots import Slots
 from sim.gateway_world import Disk
@@ -103,11 +103,11 @@ def peers_are_not_told_of_a_loss(patch: Patch) -> None:
 @planted(seeds=40)
 def does_not_kill_who_hangs(patch: Patch) -> None:
     def lose(
-        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
+        self: ProcessLives, process: Process, why: str, since_ns: int, now_ns: int
     ) -> list[Action]:
         return self._dying(process, why, since_ns, now_ns) if process.alive else []
 
-    patch.setattr(SupervisorCore, "lose", lose)
+    patch.setattr(ProcessLives, "lose", lose)
 
 
 @planted(seeds=20)

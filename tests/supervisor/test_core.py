@@ -24,7 +24,7 @@ from phalanx.protocol.limits import (
 )
 from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
 from phalanx.protocol.topology import Topology
-from phalanx.supervisor.core import SupervisorCore, describe_end
+from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.ending import NodeStage
 from phalanx.supervisor.events import (
     AcksSeen,
@@ -49,6 +49,7 @@ from phalanx.supervisor.events import (
     Troubled,
 )
 from phalanx.supervisor.group import GroupPhase
+from phalanx.supervisor.lives import describe_end
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Stage
 from phalanx.supervisor.processes import process_table

@@ -23,6 +23,7 @@ from phalanx.supervisor.events import (
     Resized,
 )
 from phalanx.supervisor.group import Group, GroupPhase
+from phalanx.supervisor.lives import Lives
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Process
 from phalanx.supervisor.restart import RestartPolicy
@@ -57,12 +58,10 @@ def believes_stale_acks(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=10)
 def does_not_kill_the_lost_one(patch: pytest.MonkeyPatch) -> None:
-    def lose(
-        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
-    ) -> list[Action]:
+    def lose(self: Lives, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
         return self._dying(process, why, since_ns, now_ns) if process.alive else []
 
-    patch.setattr(SupervisorCore, "lose", lose)
+    patch.setattr(Lives, "lose", lose)
 
 
 @planted(seeds=10)
@@ -109,7 +108,7 @@ def hears_the_dead(patch: pytest.MonkeyPatch) -> None:
 
     def dispatch(self: SupervisorCore, event: Event, now_ns: int) -> list[Action]:
         if isinstance(event, BecameReady):
-            return self._ready(self.processes[event.name], event, now_ns)
+            return self.lives.ready(self.processes[event.name], event, now_ns)
         return right(self, event, now_ns)
 
     patch.setattr(SupervisorCore, "_dispatch", dispatch)
@@ -117,15 +116,13 @@ def hears_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=10)
 def restarts_before_the_old_one_is_reaped(patch: pytest.MonkeyPatch) -> None:
-    right = SupervisorCore._dying
+    right = Lives._dying
 
-    def dying(
-        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
-    ) -> list[Action]:
+    def dying(self: Lives, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
         actions = right(self, process, why, since_ns, now_ns)
         return actions + self.spawn(process, now_ns)
 
-    patch.setattr(SupervisorCore, "_dying", dying)
+    patch.setattr(Lives, "_dying", dying)
 
 
 @planted(seeds=20)
@@ -176,29 +173,27 @@ def waits_for_the_dead_in_stop(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=10)
 def moves_the_epoch_for_a_scheduler(patch: pytest.MonkeyPatch) -> None:
-    right = SupervisorCore._dying
+    right = Lives._dying
 
-    def dying(
-        self: SupervisorCore, process: Process, why: str, since_ns: int, now_ns: int
-    ) -> list[Action]:
+    def dying(self: Lives, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
         actions = right(self, process, why, since_ns, now_ns)
-        if process.spec.kind == "scheduler" and self.group.phase is GroupPhase.RUNNING:
-            actions += self.group._stop("scheduler died", 0.0, now_ns)
+        if process.spec.kind == "scheduler" and self._core.group.phase is GroupPhase.RUNNING:
+            actions += self._core.group._stop("scheduler died", 0.0, now_ns)
         return actions
 
-    patch.setattr(SupervisorCore, "_dying", dying)
+    patch.setattr(Lives, "_dying", dying)
 
 
 @planted(seeds=100, first=20)
 def restarts_after_bad_input(patch: pytest.MonkeyPatch) -> None:
-    right = SupervisorCore._reaped
+    right = Lives.reaped
 
-    def reaped(self: SupervisorCore, process: Process, event: Reaped, now_ns: int) -> list[Action]:
+    def reaped(self: Lives, process: Process, event: Reaped, now_ns: int) -> list[Action]:
         if event.code == ExitCode.BAD_INPUT:
             event = Reaped(event.name, event.incarnation, ExitCode.INTERNAL, event.detail)
         return right(self, process, event, now_ns)
 
-    patch.setattr(SupervisorCore, "_reaped", reaped)
+    patch.setattr(Lives, "reaped", reaped)
 
 
 @planted(seeds=10)
@@ -293,13 +288,13 @@ def ends_leavers_before_the_group_lets_them_go(patch: pytest.MonkeyPatch) -> Non
 
 @planted(seeds=120)
 def fails_the_node_over_a_newcomer(patch: pytest.MonkeyPatch) -> None:
-    right = SupervisorCore._reaped
+    right = Lives.reaped
 
-    def reaped(self: SupervisorCore, process: Process, event: Reaped, now_ns: int) -> list[Action]:
+    def reaped(self: Lives, process: Process, event: Reaped, now_ns: int) -> list[Action]:
         process.in_hand = False
         return right(self, process, event, now_ns)
 
-    patch.setattr(SupervisorCore, "_reaped", reaped)
+    patch.setattr(Lives, "reaped", reaped)
 
 
 # Four of them in every run, drawn anew (`PLANT_SEED` repeats them); `make soak` looks for all (`none`).

@@ -1,0 +1,203 @@
+"""The life of one process: started, ready, lost, reaped, and whether and when the next one is started. Pure."""
+
+import signal
+from typing import TYPE_CHECKING
+
+from phalanx.protocol.board import ProcessPhase
+from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.messages import PhaseTime
+from phalanx.protocol.patience import Patience
+from phalanx.supervisor.events import (
+    Action,
+    BecameReady,
+    Kill,
+    Progressed,
+    Reaped,
+    Spawn,
+    Sweep,
+    Tell,
+)
+from phalanx.supervisor.group import GroupPhase
+from phalanx.supervisor.process import Process, Stage
+
+if TYPE_CHECKING:
+    from phalanx.supervisor.core import SupervisorCore
+
+_MS = 1_000_000
+
+
+class Lives:
+    """Of all processes. Calls into the core, which calls what is public here."""
+
+    def __init__(self, core: "SupervisorCore") -> None:
+        self._core = core
+
+    def spawn_due(self, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        for process in self._core.processes.values():
+            if process.stage is Stage.WAITING and now_ns >= process.due_ns:
+                actions += self.spawn(process, now_ns)
+        return actions
+
+    def spawn(self, process: Process, now_ns: int) -> list[Action]:
+        process.incarnation += 1
+        process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
+        process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
+        process.trouble = "", now_ns
+        process.awaits = process.awaited_ns = 0
+        process.pid = process.beat_ns = process.progress = process.kill_ns = 0
+        process.drains = False
+        process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
+        spec = process.spec
+        published: list[Action] = []
+        if spec.kind == "worker":
+            self._core.group.loading(spec.seat, process.incarnation)
+            published = self._core.group.publish()
+        elif spec.kind == "scheduler":
+            self._core.group.seats[spec.seat].scheduler_incarnation = process.incarnation
+            published = self._core.group.publish()
+        return [Spawn(spec.name, process.incarnation), *published]
+
+    def progressed(self, process: Process, event: Progressed, now_ns: int) -> list[Action]:
+        if process.stage is not Stage.STARTING:
+            return []
+        process.life, process.detail = Patience(now_ns), event.phase
+        process.fraction = event.fraction
+        process.progress_ns = now_ns
+        if event.phase != process.step[0]:
+            self._end_step(process, now_ns)
+            process.step = (event.phase, now_ns)
+        return [Tell("progress", process.spec.name, event.phase, event.fraction)]
+
+    def _end_step(self, process: Process, now_ns: int) -> None:
+        """Account for one phase of a first start (`phases` of `phalanx up`)."""
+        name, since_ns = process.step
+        if process.incarnation == 1:
+            seconds = round((now_ns - since_ns) / 1e9, 3)
+            self._core.phases.append(PhaseTime(name, process.spec.name, seconds))
+
+    def ready(self, process: Process, event: BecameReady, now_ns: int) -> list[Action]:
+        if process.stage is not Stage.STARTING:
+            return []
+        self._end_step(process, now_ns)
+        process.stage, process.life, process.detail = Stage.READY, Patience(now_ns), ""
+        process.progress_ns, process.served = now_ns, True
+        spec = process.spec
+        note = f" (after {process.policy.roomless} starts in vain: {process.lacks})"
+        note = note if process.lacks else ""
+        process.policy.roomless, process.lacks = 0, ""
+        process.policy.ready_ns = now_ns
+        actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
+        if spec.kind == "worker" and self._core.supervising:
+            fingerprint, expected = event.fingerprint, self._expected_fingerprint(spec.seat)
+            if fingerprint != expected and expected:
+                return actions + self._refuse(process, fingerprint, expected, now_ns)
+            process.fingerprint = fingerprint
+            self._core.group.has_room(spec.seat, event.expert_slots)
+            if self._core.changes.hides(process):
+                return actions  # newcomers join together
+            self._core.group.seats[spec.seat].note = note
+            actions += self._core.group.ready(spec.seat, fingerprint, now_ns)
+            actions += self._end_if_short(now_ns)
+        elif spec.kind == "gateway":
+            actions += self._core.send_health()
+            actions += self._core.notify()
+            actions += self._core.ending.gateway_is_ready(process, now_ns)
+        return actions
+
+    def _end_if_short(self, now_ns: int) -> list[Action]:
+        """All first workers are there, and have no room for all experts: nobody else will come."""
+        complete = all(worker.stage is Stage.READY for worker in self._core.workers.values())
+        forming = self._core.group.phase is GroupPhase.FORMING and complete
+        short = self._core.group.shortage() if forming else ""
+        return self._core.fail(ExitCode.BAD_INPUT, short, now_ns) if short else []
+
+    def _expected_fingerprint(self, seat: int) -> str:
+        """What the seat's worker must have: the group's, or while it forms that of the first ready one."""
+        others = [
+            s.fingerprint for s in self._core.group.seats if s.seat != seat and s.state == "joining"
+        ]
+        return self._core.group.fingerprint or next(iter(others), "")
+
+    def _refuse(self, process: Process, found: str, expected: str, now_ns: int) -> list[Action]:
+        """Its numbers would differ from its peers': it must not join, and a restart would not help."""
+        why = f"its numerics fingerprint is {found}, the group's is {expected}"
+        process.leaving = True
+        actions = self.lose(process, why, now_ns, now_ns)
+        if self._core.ready_s < 0 or not any(w.alive for w in self._core.workers.values()):
+            actions += self._core.fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
+        return actions
+
+    def lose(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
+        """The process is dead or as good as dead. Killing it again is harmless: it is not reaped yet."""
+        if not process.alive:
+            return []
+        if process.kill_ns and why == "died":
+            why = "ended as asked"
+        kill = Kill(process.spec.name, process.incarnation, signal.SIGKILL)
+        return [kill, *self._dying(process, why, since_ns, now_ns)]
+
+    def _dying(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
+        name, spec = process.spec.name, process.spec
+        process.stage, process.detail = Stage.DYING, why
+        actions: list[Action] = []
+        if spec.kind == "worker" and self._core.supervising:
+            detected_ms = (now_ns - since_ns) / _MS
+            actions = self._core.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
+        elif spec.kind == "scheduler" and self._core.supervising:
+            # Its streams need not wait until it is reaped and the next one is started.
+            self._core.group.seats[spec.seat].scheduler_incarnation = process.incarnation + 1
+            actions = self._core.group.publish()
+        return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
+
+    def reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:
+        if not process.exists:
+            return []
+        # The pidfd may speak before the death pipe; there is nobody left to kill.
+        told = "ended as asked" if process.kill_ns else "died"
+        actions = self._dying(process, told, now_ns, now_ns) if process.alive else []
+        name, spec = process.spec.name, process.spec
+        why = describe_end(event.code, event.detail)
+        if process.detail != "died":
+            why = f"{process.detail} ({why})"
+        process.stage, process.detail, process.pid = Stage.DOWN, why, 0
+        process.ended = why
+        actions += [Sweep(), Tell("ended", name, why)]
+        process.leaving |= self._core.ending.has_drained(process, event.code)
+        if not self._core.supervising or process.leaving or self._core.failed:
+            return actions + self._core.ending.step(now_ns)
+        if process.in_hand:
+            return actions
+        if event.code == ExitCode.BAD_INPUT and (spec.essential or self._core.ready_s < 0):
+            process.leaving = True  # a change that is dropped now must not start it again
+            return actions + self._core.fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
+        if event.code == ExitCode.NO_ROOM:
+            return actions + self._await_room(process, event.detail or why, now_ns)
+        delay_ns = process.policy.delay_ns(now_ns)
+        if delay_ns is None:
+            deaths = len(process.policy.deaths_ns)
+            text = f"{name} died {deaths} times within a minute, last: {why}"
+            return actions + self._core.fail(ExitCode.GAVE_UP, text, now_ns)
+        process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
+        return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
+
+    def _await_room(self, process: Process, lacks: str, now_ns: int) -> list[Action]:
+        """Shared memory is full, or a GPU's. A node that has never run says so and ends; one that runs goes on with
+        what it has, and tries again until there is room."""
+        if self._core.ready_s < 0:
+            return self._core.fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {lacks}", now_ns)
+        delay_ns = process.policy.room_delay_ns()
+        process.stage, process.due_ns, process.lacks = Stage.WAITING, now_ns + delay_ns, lacks
+        tries = process.policy.roomless
+        process.detail = f"{lacks} (tried {tries} times, the next time in {delay_ns / 1e9:g} s)"
+        return []
+
+
+def describe_end(code: int, detail: str) -> str:
+    """How a process ended, for people."""
+    if code < 0:
+        how = f"ended by {signal.Signals(-code).name}"
+    else:
+        named = {member.value: member.name for member in ExitCode}
+        how = f"exit code {code}" + (f" {named[code]}" if code in named else "")
+    return f"{how}: {detail}" if detail else how
