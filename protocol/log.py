@@ -31,10 +31,14 @@ class LineFile:
 
     The first line that fits again is preceded by one that says how many are missing, and why. A file
     that was deleted is made anew, with its folder.
+
+    Args:
+        bytes_max: a file that has grown to this goes on as another one; the one before it stays beside it, under the
+            name of `older`. 0: it grows without end.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, bytes_max: int = 0) -> None:
+        self._path, self._bytes_max = path, bytes_max
         self._fd: int | None = None
         self._torn = False  # the file ends within a line
         self._lost = 0
@@ -73,15 +77,34 @@ class LineFile:
 
     def _open(self) -> int:
         """Raises OSError."""
-        if self._fd is not None and os.fstat(self._fd).st_nlink:
-            return self._fd
         if self._fd is not None:
+            now = os.fstat(self._fd)
+            full = 0 < self._bytes_max <= now.st_size
+            if now.st_nlink and not full:
+                return self._fd
             os.close(self._fd)
             self._fd = None
+            if now.st_nlink:
+                self._path.replace(older(self._path))
         self._path.parent.mkdir(mode=0o700, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd, self._torn = os.open(self._path, flags, 0o644), False
+        self._fd = os.open(self._path, flags, 0o644)
+        self._torn = _ends_within_a_line(self._path)
         return self._fd
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whoever wrote there before may have died. Raises OSError."""
+    if path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def older(path: Path) -> Path:
+    """Where the lines before those of a bounded file lie."""
+    return path.with_name(f"{path.name}.1")
 
 
 class LineWriter:

@@ -667,6 +667,7 @@ class Ready(Message, frozen=True):
     incarnation: int
     fingerprint: str = ""
     expert_slots: int = 0  # of a layer, that it has room for at most; 0: any number
+    note: str = ""  # what people should know of its start
 
 
 class Progress(Message, frozen=True):
@@ -747,6 +748,15 @@ class StatusQuery(Message, frozen=True):
     call: int
 
 
+class HistoryQuery(Message, frozen=True):
+    call: int
+
+
+class HistoryReply(Message, frozen=True):
+    call: int
+    entries: tuple["HistoryEntry", ...]  # as they began
+
+
 class ProcessStatus(msgspec.Struct, frozen=True):
     name: str
     pid: int
@@ -783,6 +793,34 @@ class EpochRecord(msgspec.Struct, frozen=True):
     # Parts of resumed_ms: until every member had stopped and the new group was decided; until all were ready.
     stop_ms: float = 0.0
     go_ms: float = 0.0
+
+
+HistoryKind = Literal["start", "stop", "process", "standby", "group", "change"]
+
+
+class HistoryEntry(EpochRecord, frozen=True, kw_only=True):
+    """One thing that happened to the node, for `phalanx epochs`; of `group` it is a change of membership.
+
+    `epoch` is the one that ran when it began (of `group`: the one that began), `survivors` are the ranks of the
+    group then, and `resumed_ms` counts until all was well again; -1: not yet.
+    """
+
+    survivors: tuple[int, ...] = ()
+    moved_requests: int = 0
+    detected_ms: float = 0.0
+    resumed_ms: float = -1.0
+    kind: HistoryKind
+    id: int  # counted within `run`
+    run: int = 0  # starts of the supervisor in this run directory, counted
+    at: float = 0.0  # when it was noticed; seconds since 1970
+    process: str = ""  # of which it tells; empty: of the group, or the node
+    incarnation: int = 0
+    noticed: str = ""  # by what
+    ended: str = ""  # exit code or signal, and last words
+    deaths: int = 0  # of its incarnations, until one served
+    decided: str = ""
+    phases: tuple[PhaseTime, ...] = ()
+    outcome: str = ""
 
 
 class RebalanceRecord(msgspec.Struct, frozen=True):
@@ -927,6 +965,7 @@ ToSupervisor = (
     | ExpertReport
     | Trouble
     | StatusQuery
+    | HistoryQuery
     | Shutdown
     | Inject
     | Scale
@@ -939,6 +978,7 @@ FromSupervisor = (
     | Drain
     | HandOver
     | StatusReply
+    | HistoryReply
     | ShutdownDone
     | Injected
     | Scaled

@@ -231,17 +231,24 @@ def read_queues(node: str) -> dict[str, list[dict[str, Any]]]:
 def count_held(node: str, seats: Collection[int]) -> int:
     """How many sequences the schedulers of these seats hold now. In a fraction of a millisecond, since
     streams may wait for whoever asks: nothing is copied, so a change under way counts or does not."""
-    found = 0
-    for name in _live_arenas(node, seats):
-        try:
-            with Arena.attach(name) as arena:
-                rows = int(np.frombuffer(arena.data, HEADER, 1)[0]["rows"])
-                if arena.nbytes == queue_bytes(rows):
-                    states = bytes(arena.data[_HEADER_BYTES : _HEADER_BYTES + rows])  # first column
-                    found += rows - states.count(0)
-        except ArenaError:
-            continue  # its owner ended between the listing and now
-    return found
+    return sum(map(_rows_in_use, _live_arenas(node, seats)))
+
+
+def count_left(node: str, seat: int, incarnation: int) -> int:
+    """How many sequences this scheduler held when it fell; likewise."""
+    return _rows_in_use(queue_arena_name(node, seat, incarnation))
+
+
+def _rows_in_use(name: str) -> int:
+    try:
+        with Arena.attach(name) as arena:
+            rows = int(np.frombuffer(arena.data, HEADER, 1)[0]["rows"])
+            if arena.nbytes != queue_bytes(rows):
+                return 0
+            states = bytes(arena.data[_HEADER_BYTES : _HEADER_BYTES + rows])  # first column
+            return rows - states.count(0)
+    except ArenaError:
+        return 0  # its owner ended between the listing and now
 
 
 def step_times(node: str, seat: int) -> tuple[int, npt.NDArray[np.uint32]]:

@@ -99,15 +99,15 @@ class Service:
         self.beat()
         send(self.supervisor, encode(Progress(self.name, self.incarnation, phase, fraction)))
 
-    def ready(self, fingerprint: str = "", expert_slots: int = 0) -> None:
-        """Say that we serve from now on. A worker tells the fields of `Ready`.
+    def ready(self, fingerprint: str = "", expert_slots: int = 0, note: str = "") -> None:
+        """Say that we serve from now on. A worker tells the fields of `Ready`. `note`: for the history, for people.
 
         What is there now stays as long as the process: the garbage collector need not look at it again and again,
         which takes a tenth of a second with torch, in the middle of a step.
         """
         gc.freeze()
         self.row.phase = ProcessPhase.READY
-        self._unheard = encode(Ready(self.name, self.incarnation, fingerprint, expert_slots))
+        self._unheard = encode(Ready(self.name, self.incarnation, fingerprint, expert_slots, note))
         self.beat()
         self.log.info("ready")
 

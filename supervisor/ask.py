@@ -15,6 +15,7 @@ from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.messages import (
     Error,
     FromSupervisor,
+    HistoryQuery,
     Inject,
     Restart,
     Scale,
@@ -56,7 +57,7 @@ def find_run_dir(run_dir: Path | None) -> Path:
 
 def ask(
     run_dir: Path,
-    question: StatusQuery | Shutdown | Inject | Scale | Restart,
+    question: StatusQuery | HistoryQuery | Shutdown | Inject | Scale | Restart,
     answer: type[R],
     timeout_s: float,
 ) -> R:

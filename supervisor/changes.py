@@ -150,13 +150,16 @@ class Changes:
             actions += self._let_go(self._core.processes[change.names[0]], now_ns)
         return actions
 
-    def _end(self, reply: Scaled | Restarted | Error) -> list[Action]:
+    def _end(self, reply: Scaled | Restarted | Error, now_ns: int) -> list[Action]:
         change, self.now = self.now, None
         assert change is not None
         failed = isinstance(reply, Error)
         told = f"{change.text}: {reply.message}" if isinstance(reply, Error) else change.text
         answer = Reply(change.asked.peer, reply)
         self._answer = change.asked, answer
+        phases = change.done if isinstance(change, Restarting) else []
+        outcome = f"failed: {reply.message}" if isinstance(reply, Error) else "done"
+        self._core.history.asked_ended(outcome, phases, now_ns)
         return [Tell("change failed" if failed else "changed", text=told), answer]
 
     # ------------------------------------------------------------ one process
@@ -172,9 +175,7 @@ class Changes:
         """From here on its deaths are handled, and count, as usual."""
         process.in_hand = False
         if process.alive and process.kill_ns:  # told to end: there is no way back
-            return self._core.lives.lose(
-                process, "did not end when told to", process.kill_ns, now_ns
-            )
+            return self._overdue(process, process.kill_ns, now_ns)
         if process.stage is Stage.DOWN and not process.leaving:
             process.start_anew(now_ns)
         if process.spec.kind == "worker" and process.alive:
@@ -197,7 +198,11 @@ class Changes:
         if now_ns < process.kill_ns:
             return []
         told_ns, process.kill_ns = process.kill_ns, now_ns
-        return self._core.lives.lose(process, "did not end when told to", told_ns, now_ns)
+        return self._overdue(process, told_ns, now_ns)
+
+    def _overdue(self, process: Process, told_ns: int, now_ns: int) -> list[Action]:
+        why = "did not end when told to"
+        return self._core.lives.lose(process, why, "asked", told_ns, now_ns)
 
     # ------------------------------------------------------------ scale
 
@@ -217,6 +222,7 @@ class Changes:
         text = f"scale from {before} to {ranks} ranks"
         deadline_ns = now_ns + int(request.timeout_s * 1e9)
         self.now = Scaling(asked, text, now_ns, deadline_ns, before, coming, going)
+        core.history.asked(text, "start" if coming else "leave", now_ns)
         core.placements.resize(ranks)
         actions: list[Action] = [Resized(ranks)] if coming else []  # newcomers read it
         for seat in sorted(coming):
@@ -278,6 +284,7 @@ class Changes:
             return []
         if not change.joining:
             change.joining = True
+            core.history.asked_goes_on("join", now_ns)
             actions: list[Action] = []
             for seat in sorted(change.coming):
                 actions += group.ready(seat, core.workers[seat].fingerprint, now_ns)
@@ -286,7 +293,7 @@ class Changes:
             return []
         for process in newcomers:
             process.in_hand = False
-        return self._end(self._scaled(change, now_ns))
+        return self._end(self._scaled(change, now_ns), now_ns)
 
     def _go_back(self, change: Scaling, code: Code, why: str, now_ns: int) -> list[Action]:
         request = change.asked.request
@@ -295,6 +302,7 @@ class Changes:
         change.going, change.coming = change.coming, frozenset()
         change.deadline_ns = now_ns + BACK_MS * _MS
         self._core.placements.resize(change.before)
+        self._core.history.asked_goes_on("go back", now_ns)
         cause = f"{change.text} failed"
         return [
             Tell("change failed", text=f"{change.text}: {why}: going back"),
@@ -313,9 +321,9 @@ class Changes:
             if change.back is None:
                 return self._stay(change, leavers, now_ns)
             for process in leavers:
-                actions += core.lives.lose(
-                    process, "did not leave in time", change.deadline_ns, now_ns
-                )
+                why, since_ns = "did not leave in time", change.deadline_ns
+                actions += core.lives.lose(process, why, "asked", since_ns, now_ns)
+        core.history.asked_goes_on("go back" if change.back else "end", now_ns)
         for process in leavers:
             actions += self._finish_off(process, now_ns)
         there = [process for process in leavers if process.exists]
@@ -332,10 +340,11 @@ class Changes:
         for process in leavers:
             actions += self._let_go(process, now_ns)
         text = f"the group did not change in time; the node has {change.before} ranks as before"
-        return actions + self._end(Error(change.asked.request.call, Code.TIME_LIMIT, text))
+        return actions + self._end(Error(change.asked.request.call, Code.TIME_LIMIT, text), now_ns)
 
     def _retire(self, change: Scaling, leavers: list[Process], now_ns: int) -> list[Action]:
         core = self._core
+        core.history.over([p.spec.name for p in leavers], "not started again", now_ns)
         for process in leavers:
             self.retired[process.spec.name] = core.processes.pop(process.spec.name)
         for seat in change.going:
@@ -343,7 +352,7 @@ class Changes:
             core.group.vacate(seat)
         reply = change.back or self._scaled(change, now_ns)
         resized: list[Action] = [] if change.back else [Resized(len(core.workers))]
-        return [*core.group.publish(), Sweep(), *resized, *self._end(reply)]
+        return [*core.group.publish(), Sweep(), *resized, *self._end(reply, now_ns)]
 
     def _scaled(self, change: Scaling, now_ns: int) -> Scaled:
         seats, seconds = tuple(sorted(self._core.workers)), (now_ns - change.begun_ns) / 1e9
@@ -365,6 +374,7 @@ class Changes:
         shown = ALL if ALL in request.names else ", ".join(names)
         deadline_ns = now_ns + int(request.timeout_s * 1e9)
         self.now = Restarting(asked, f"restart {shown}", now_ns, deadline_ns, names)
+        self._core.history.asked(self.now.text, "", now_ns)
         self._core.standbys = dict.fromkeys(self._core.standbys, False)
         return [RenewStandbys()]  # it is perhaps asked for because of what was installed meanwhile
 
@@ -438,7 +448,7 @@ class Changes:
         change.since_ns = change.turn_ns = 0
         if change.names:
             return [Tell("restarted", name)]
-        return self._end(Restarted(change.asked.request.call, tuple(change.done)))
+        return self._end(Restarted(change.asked.request.call, tuple(change.done)), now_ns)
 
     def _give_up(
         self, change: Restarting, process: Process, code: Code, why: str, now_ns: int
@@ -448,7 +458,7 @@ class Changes:
         if change.done:
             text += f"; replaced: {', '.join(phase.process for phase in change.done)}"
         actions = self._let_go(process, now_ns)
-        return actions + self._end(Error(change.asked.request.call, code, text))
+        return actions + self._end(Error(change.asked.request.call, code, text), now_ns)
 
 
 def _refusal(asked: ChangeAsked, code: Code, text: str) -> Reply:

@@ -14,7 +14,7 @@ _COMMANDS = {
     "up": "node",
     "down": "node",
     "status": "node",
-    "epochs": "node",
+    "epochs": "epochs",
     "scale": "change",
     "restart": "change",
     "generate": "generate",

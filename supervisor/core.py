@@ -26,6 +26,7 @@ from phalanx.supervisor.events import (
     AcksSeen,
     Action,
     BecameReady,
+    Began,
     ChangeAsked,
     Event,
     FilesMissing,
@@ -44,12 +45,14 @@ from phalanx.supervisor.events import (
     SetEpoch,
     ShutdownAsked,
     Spawned,
+    StandbyEnded,
     StandbySeen,
     Stranded,
     Tell,
     Troubled,
 )
 from phalanx.supervisor.group import Group, GroupPhase, Placements, SeatRecord
+from phalanx.supervisor.history import History
 from phalanx.supervisor.lives import Lives
 from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.processes import ProcessSpec
@@ -72,6 +75,7 @@ class SupervisorCore:
         seats = [SeatRecord(seat) for seat in range(len(self.workers))]
         self.placements = placements
         self.group = Group(seats, placements)
+        self.history = History(self.group)
         self.lives = Lives(self)
         self.changes = Changes(self)
         self.rebalances = Rebalances(self)
@@ -116,7 +120,8 @@ class SupervisorCore:
                 self._health_said_ns = now_ns
             actions += self.group.hurry(now_ns)
             for seat, why in self.group.overdue(now_ns):
-                actions += self.lives.lose(self.workers[seat], why, now_ns, now_ns)
+                worker = self.workers[seat]
+                actions += self.lives.lose(worker, why, "acknowledgement", now_ns, now_ns)
         actions += self.changes.step(now_ns)
         actions += self.rebalances.step(now_ns)
         actions += self.ending.step(now_ns)
@@ -150,14 +155,26 @@ class SupervisorCore:
         match event:
             case AcksSeen():
                 return self.group.acks(event, now_ns) if self.supervising else []
-            case Stranded():
-                self.group.moved(event.count)
+            case Began(before, silent_ms):
+                self.history.began(before, silent_ms, now_ns)
+                return []
+            case Stranded(count, name):
+                self.history.moved(name, count)
+                fallen = self.processes.get(name)
+                if fallen is None or fallen.spec.kind == "worker":
+                    self.group.moved(count)
                 return []
             case ScrubHeard(report):
                 self.scrubs.hear(report)
                 return []
             case StandbySeen(name, ready):
                 self.standbys[name] = ready
+                if ready:
+                    self.history.ready(name, "", now_ns)
+                return []
+            case StandbyEnded(name, how, delay_ms):
+                self.standbys[name] = False
+                self.history.standby_ended(name, how, delay_ms, now_ns)
                 return []
             case FilesMissing(told):
                 self._files = told
@@ -179,13 +196,15 @@ class SupervisorCore:
         match event:
             case Spawned():
                 process.pid = event.pid
+                if event.standby:
+                    self.history.forked(event.name, event.standby)
                 return []
             case BecameReady():
                 return self.lives.ready(process, event, now_ns)
             case Progressed():
                 return self.lives.progressed(process, event, now_ns)
             case PipeClosed():
-                return self.lives.lose(process, "died", event.seen_ns, now_ns)
+                return self.lives.lose(process, "died", event.by, event.seen_ns, now_ns)
             case Reaped():
                 return self.lives.reaped(process, event, now_ns)
             case Observed():
@@ -206,18 +225,20 @@ class SupervisorCore:
     def _after(self, actions: list[Action], now_ns: int) -> list[Action]:
         """What follows from any change: tell those who must know."""
         told: list[Action] = []
+        self.history.follow(self.group.records, now_ns)
         if any(isinstance(action, SetEpoch | Publish) for action in actions):
             told += self.notify()
         reasons = tuple(self.reasons())
         if self.ready_s < 0 and not self.missing():
             self.ready_s = (now_ns - self.started_ns) / 1e9
             told.append(Tell("node ready", text=f"{self.ready_s:.2f} s"))
+            self.history.whole(self.phases, now_ns)
         health = (not reasons, self.group.epoch, reasons)
         if health != self._health:
             self._health = health
             told.append(Tell("healthy" if health[0] else "unhealthy", text="; ".join(reasons)))
             told += self.send_health()
-        return told
+        return told + self.history.take()
 
     def ready_names(self) -> set[str]:
         return {name for name, p in self.processes.items() if p.stage is Stage.READY}
@@ -261,7 +282,7 @@ class SupervisorCore:
         idle = [worker for worker in self.workers.values() if worker.idle_while_awaited(now_ns)]
         for worker in sorted(idle, key=lambda worker: worker.awaited_ns)[:1]:
             why = worker.idle_while_awaited(now_ns)
-            return self.lives.lose(worker, why, worker.awaited_ns, now_ns)
+            return self.lives.lose(worker, why, "progress", worker.awaited_ns, now_ns)
         return []
 
     def _find_hung(self, now_ns: int) -> list[Action]:
@@ -269,10 +290,11 @@ class SupervisorCore:
         for process in self.processes.values():
             if not process.alive:
                 continue
-            why = process.hung(now_ns)
+            found = process.hung(now_ns)
             process.silent = process.silent or process.suspect(now_ns)
-            if why:
-                actions += self.lives.lose(process, why, process.life.since_ns, now_ns)
+            if found is not None:
+                by, why = found
+                actions += self.lives.lose(process, why, by, process.life.since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
                 actions.append(Inspect(process.spec.name, process.incarnation))
         return actions + self._find_idle(now_ns)

@@ -17,6 +17,7 @@ from phalanx.protocol.limits import (
 )
 from phalanx.protocol.messages import Drain
 from phalanx.supervisor.events import Action, Finished, Kill, Send, Sweep, Tell
+from phalanx.supervisor.lives import describe_end
 from phalanx.supervisor.process import Process, Stage
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Ending:
             return []
         self.stage = NodeStage.DRAINING
         self._drain_until(until_ns)
+        self._core.history.stopping(self._core.failed, drain_ms, now_ns)
         self._say_again_ns = now_ns + COMMAND_RETRY_MS * _MS
         actions = self._core.changes.drop(now_ns)
         actions += [Tell("draining", text=f"for up to {drain_ms} ms")]
@@ -73,6 +75,8 @@ class Ending:
         if self.stage in (NodeStage.KILLING, NodeStage.FINISHED):
             return []
         self.stage, self._stage_ends_ns = NodeStage.KILLING, now_ns + KILL_GRACE_MS * _MS
+        self._core.history.stopping(self._core.failed, 0, now_ns)
+        self._core.history.stop_goes_on("kill", now_ns)
         actions = self._core.changes.drop(now_ns)
         for process in self._core.processes.values():
             process.leaving = True
@@ -107,7 +111,7 @@ class Ending:
         if self.stage is NodeStage.TERMINATING and late and not gone:
             return self.kill_all(now_ns)
         if self.stage in (NodeStage.TERMINATING, NodeStage.KILLING) and (gone or late):
-            return self._finish()
+            return self._finish(now_ns)
         return []
 
     # ------------------------------------------------------------ inside
@@ -138,6 +142,7 @@ class Ending:
 
     def _terminate(self, now_ns: int) -> list[Action]:
         self.stage, self._stage_ends_ns = NodeStage.TERMINATING, now_ns + TERM_GRACE_MS * _MS
+        self._core.history.stop_goes_on("stop", now_ns)
         actions: list[Action] = [Tell("stopping")]
         for process in self._core.processes.values():
             process.leaving = True
@@ -153,8 +158,10 @@ class Ending:
         self._left.append(f"{process.spec.name} (killed)")
         return [Kill(process.spec.name, process.incarnation, signal.SIGKILL)]
 
-    def _finish(self) -> list[Action]:
+    def _finish(self, now_ns: int) -> list[Action]:
         self.stage = NodeStage.FINISHED
         stuck = [p.spec.name for p in self._core.processes.values() if p.exists]
         left = (*self._left, *(f"{name} (does not die)" for name in stuck))
+        how = "; ".join((describe_end(self._core.code, ""), *left))
+        self._core.history.stopped(how, now_ns)
         return [Sweep(), Finished(self._core.code, self._core.failed, left)]

@@ -1,6 +1,7 @@
 """What happens to the supervisor's core (events) and what it wants done (actions). Plain data."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
@@ -10,6 +11,7 @@ from phalanx.protocol.messages import (
     ExpertReport,
     HandOver,
     HealthUpdate,
+    HistoryEntry,
     Rebalance,
     Rebalanced,
     Restart,
@@ -21,7 +23,28 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.topology import Proposal, Topology
 
+# How it was noticed that a process is dead, or as good as dead.
+Noticed = Literal[
+    "death mark",  # `protocol/mark.py`
+    "death pipe",
+    "exit",  # it could be reaped before either of them told
+    "heartbeat",  # there is none
+    "progress",  # there is none: in its start, its work, a step that its peers wait for
+    "acknowledgement",  # of STOP or GO: there is none
+    "fingerprint",  # of its numerics: it is not the group's
+    "asked",  # it was told to end
+]
+
 # ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The supervisor starts. `before`: how the last one in this run directory ended: `stopped`, `died`, or nothing
+    is known of one; `silent_ms`: since its last sign of life, where that is known."""
+
+    before: str
+    silent_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +52,7 @@ class Spawned:
     name: str
     incarnation: int
     pid: int
+    standby: str = ""  # it was forked from this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +61,7 @@ class BecameReady:
     incarnation: int
     fingerprint: str = ""
     expert_slots: int = 0  # see `Ready`
+    note: str = ""  # see `Ready`
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +76,13 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True)
 class PipeClosed:
-    """End of file on the death pipe: the process is dead or about to be, but perhaps not reapable."""
+    """Its death mark shows, or the end of file on its death pipe: the process is dead or about to be, but perhaps
+    not reapable."""
 
     name: str
     incarnation: int
     seen_ns: int
+    by: Noticed = "death pipe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +133,10 @@ class AcksSeen:
 
 @dataclass(frozen=True, slots=True)
 class Stranded:
-    """So many sequences were at a rank whose worker fell."""
+    """So many sequences were at a rank whose worker or scheduler fell, or that is to leave."""
 
     count: int
+    name: str = ""  # who fell
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +161,15 @@ class StandbySeen:
 
     name: str
     ready: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyEnded:
+    """One that waited, or was to, is gone; how it ended, for people."""
+
+    name: str
+    how: str
+    delay_ms: int  # until the next one is started
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +233,8 @@ class KillAsked:
 
 
 Event = (
-    Spawned
+    Began
+    | Spawned
     | BecameReady
     | Progressed
     | PipeClosed
@@ -205,6 +243,7 @@ Event = (
     | Inspected
     | AcksSeen
     | StandbySeen
+    | StandbyEnded
     | Stranded
     | ScrubHeard
     | Troubled
@@ -315,6 +354,14 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
+class Record:
+    """For the history: an entry that begins, or what an earlier one has become."""
+
+    entry: HistoryEntry
+    noticed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Every process is gone, or nothing more can be done about those in `left`."""
 
@@ -337,5 +384,6 @@ Action = (
     | RenewStandbys
     | CountStranded
     | Tell
+    | Record
     | Finished
 )

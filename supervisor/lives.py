@@ -11,6 +11,7 @@ from phalanx.supervisor.events import (
     Action,
     BecameReady,
     Kill,
+    Noticed,
     Progressed,
     Reaped,
     Spawn,
@@ -56,6 +57,7 @@ class Lives:
         elif spec.kind == "scheduler":
             self._core.group.seats[spec.seat].scheduler_incarnation = process.incarnation
             published = self._core.group.publish()
+        self._core.history.starts(spec.name, now_ns)
         return [Spawn(spec.name, process.incarnation), *published]
 
     def progressed(self, process: Process, event: Progressed, now_ns: int) -> list[Action]:
@@ -67,6 +69,7 @@ class Lives:
         if event.phase != process.step[0]:
             self._end_step(process, now_ns)
             process.step = (event.phase, now_ns)
+            self._core.history.gets_on(process.spec.name, event.phase, now_ns)
         return [Tell("progress", process.spec.name, event.phase, event.fraction)]
 
     def _end_step(self, process: Process, now_ns: int) -> None:
@@ -87,6 +90,7 @@ class Lives:
         note = note if process.lacks else ""
         process.policy.roomless, process.lacks = 0, ""
         process.policy.ready_ns = now_ns
+        self._core.history.ready(spec.name, event.note, now_ns)
         actions: list[Action] = [Tell("ready", spec.name, f"incarnation {process.incarnation}")]
         if spec.kind == "worker" and self._core.supervising:
             fingerprint, expected = event.fingerprint, self._expected_fingerprint(spec.seat)
@@ -122,27 +126,35 @@ class Lives:
     def _refuse(self, process: Process, found: str, expected: str, now_ns: int) -> list[Action]:
         """Its numbers would differ from its peers': it must not join, and a restart would not help."""
         why = f"its numerics fingerprint is {found}, the group's is {expected}"
+        actions = self.lose(process, why, "fingerprint", now_ns, now_ns)
+        self._core.history.decided(process.spec.name, "not started again")
         process.leaving = True
-        actions = self.lose(process, why, now_ns, now_ns)
         if self._core.ready_s < 0 or not any(w.alive for w in self._core.workers.values()):
             actions += self._core.fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
         return actions
 
-    def lose(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
+    def lose(
+        self, process: Process, why: str, by: Noticed, since_ns: int, now_ns: int
+    ) -> list[Action]:
         """The process is dead or as good as dead. Killing it again is harmless: it is not reaped yet."""
         if not process.alive:
             return []
         if process.kill_ns and why == "died":
-            why = "ended as asked"
+            why, by = "ended as asked", "asked"
         kill = Kill(process.spec.name, process.incarnation, signal.SIGKILL)
-        return [kill, *self._dying(process, why, since_ns, now_ns)]
+        return [kill, *self._dying(process, why, by, since_ns, now_ns)]
 
-    def _dying(self, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
+    def _dying(
+        self, process: Process, why: str, by: Noticed, since_ns: int, now_ns: int
+    ) -> list[Action]:
         name, spec = process.spec.name, process.spec
         process.stage, process.detail = Stage.DYING, why
+        detected_ms = (now_ns - since_ns) / _MS
+        # One that drains ends when everybody has got what is due to him: its exit code tells whether that was so.
+        if not (process.drains and why == "died"):
+            self._tell(process, why, by, detected_ms, now_ns)
         actions: list[Action] = []
         if spec.kind == "worker" and self._core.supervising:
-            detected_ms = (now_ns - since_ns) / _MS
             actions = self._core.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
         elif spec.kind == "scheduler" and self._core.supervising:
             # Its streams need not wait until it is reaped and the next one is started.
@@ -150,23 +162,36 @@ class Lives:
             actions = self._core.group.publish()
         return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
 
+    def _tell(
+        self, process: Process, why: str, by: Noticed, detected_ms: float, now_ns: int
+    ) -> None:
+        if self._core.supervising and not process.leaving:
+            end = process.spec, process.incarnation, why, by, detected_ms, now_ns
+            self._core.history.fell(*end)
+
     def reaped(self, process: Process, event: Reaped, now_ns: int) -> list[Action]:
         if not process.exists:
             return []
         # The pidfd may speak before the death pipe; there is nobody left to kill.
-        told = "ended as asked" if process.kill_ns else "died"
-        actions = self._dying(process, told, now_ns, now_ns) if process.alive else []
-        name, spec = process.spec.name, process.spec
+        told: tuple[str, Noticed] = (
+            ("ended as asked", "asked") if process.kill_ns else ("died", "exit")
+        )
+        actions = self._dying(process, *told, now_ns, now_ns) if process.alive else []
+        name, spec, history = process.spec.name, process.spec, self._core.history
         why = describe_end(event.code, event.detail)
+        process.leaving |= self._core.ending.has_drained(process, event.code)
+        if process.drains and process.detail == "died":
+            self._tell(process, "died", "exit", 0.0, now_ns)
+        history.reaped(name, why, now_ns)
         if process.detail != "died":
             why = f"{process.detail} ({why})"
         process.stage, process.detail, process.pid = Stage.DOWN, why, 0
         process.ended = why
         actions += [Sweep(), Tell("ended", name, why)]
-        process.leaving |= self._core.ending.has_drained(process, event.code)
         if not self._core.supervising or process.leaving or self._core.failed:
             return actions + self._core.ending.step(now_ns)
         if process.in_hand:
+            history.decided(name, f"asked for: {self._core.changes.told}")
             return actions
         if event.code == ExitCode.BAD_INPUT and (spec.essential or self._core.ready_s < 0):
             process.leaving = True  # a change that is dropped now must not start it again
@@ -179,6 +204,8 @@ class Lives:
             text = f"{name} died {deaths} times within a minute, last: {why}"
             return actions + self._core.fail(ExitCode.GAVE_UP, text, now_ns)
         process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
+        wait = f"after {delay_ns / _MS:g} ms" if delay_ns else "at once"
+        history.decided(name, f"restart {wait}")
         return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
 
     def _await_room(self, process: Process, lacks: str, now_ns: int) -> list[Action]:
@@ -190,6 +217,7 @@ class Lives:
         process.stage, process.due_ns, process.lacks = Stage.WAITING, now_ns + delay_ns, lacks
         tries = process.policy.roomless
         process.detail = f"{lacks} (tried {tries} times, the next time in {delay_ns / 1e9:g} s)"
+        self._core.history.decided(process.spec.name, f"no room to start: {process.detail}")
         return []
 
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,14 @@ from phalanx.protocol.background import Background, within
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import NodeConfig
-from phalanx.protocol.errors import Code, ConfigError, DecodeError, ExitCode, PhalanxError
+from phalanx.protocol.errors import (
+    ArenaError,
+    Code,
+    ConfigError,
+    DecodeError,
+    ExitCode,
+    PhalanxError,
+)
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultRow, FaultTable
 from phalanx.protocol.futex import check_processor
@@ -31,6 +38,8 @@ from phalanx.protocol.log import follow_epoch, setup_logging
 from phalanx.protocol.messages import (
     Error,
     ExpertReport,
+    HistoryQuery,
+    HistoryReply,
     Inject,
     Message,
     Progress,
@@ -45,7 +54,8 @@ from phalanx.protocol.messages import (
     ToSupervisor,
     Trouble,
 )
-from phalanx.protocol.queues import count_held
+from phalanx.protocol.queues import count_held, count_left
+from phalanx.supervisor.chronicle import Chronicle
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.events import (
     Action,
@@ -65,6 +75,7 @@ from phalanx.supervisor.events import (
     Publish,
     Reaped,
     RebalanceAsked,
+    Record,
     RenewStandbys,
     Reply,
     Resized,
@@ -74,6 +85,7 @@ from phalanx.supervisor.events import (
     ShutdownAsked,
     Spawn,
     Spawned,
+    StandbyEnded,
     StandbySeen,
     Stranded,
     Sweep,
@@ -138,13 +150,15 @@ def run_processes(
     """`run_node` for any table of processes."""
     check_processor()
     run_dir = rundir.prepare(config.run_path)
+    beat_ns = _last_beat_ns(config.node)
     lock = NodeLock(run_dir, lambda text: on_event(Tell("waiting", text=f"for {text}")))
     rundir.forget_plans(run_dir)
     try:
         config.check()
         _check_name_free(config)
         _save(config)
-        node = Node(config, table, placements(), lock, on_event)
+        silent_ms = (time.monotonic_ns() - beat_ns) / 1e6 if beat_ns else 0.0
+        node = Node(config, table, placements(), lock, on_event, silent_ms)
         if keep_weights:
             node.keep_weights(lock.children_fd)
         return node.run()
@@ -173,6 +187,18 @@ def _check_name_free(config: NodeConfig) -> None:
         )
 
 
+def _last_beat_ns(node: str) -> int:
+    """When a supervisor that died here was last at work, as its board says that nobody has swept yet; 0: unknown."""
+    try:
+        board = Board.attach(node)
+    except ArenaError:
+        return 0
+    try:
+        return board.supervisor_beat_ns
+    finally:
+        board.close()
+
+
 def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
     """Leave word for whoever waits for the node: the command line reads it when we are gone. Without disk, or
     without a directory, nobody is told more than the exit code."""
@@ -191,10 +217,13 @@ class Node:
         placements: Placements,
         lock: NodeLock,
         on_event: OnEvent,
+        silent_ms: float = 0.0,
     ) -> None:
-        self._config, self._on_event = config, on_event
+        """`silent_ms`: since the last sign of life of a supervisor that died here."""
+        self._config, self._on_event, self._silent_ms = config, on_event, silent_ms
         self._run_dir = config.run_path
         self._log = setup_logging(self._run_dir, "supervisor", 1, config.log_level)
+        self._chronicle = Chronicle(self._run_dir, self._log)
         self._board = board = Board.create(config.node)
         follow_epoch(lambda: board.epoch)
         self._core = SupervisorCore(table, placements)
@@ -230,6 +259,7 @@ class Node:
 
     def run(self) -> ExitCode:
         self._board.set_epoch(self._core.group.epoch, [])
+        self._events.append(self._chronicle.began(self._silent_ms))
         self._log.info("starting", processes=list(self._core.processes), config=self._config.model)
         gc.freeze()  # see `Service.ready`
         restore = self._obey_signals()
@@ -332,14 +362,14 @@ class Node:
 
     def _stranded(self, deaths: list[PipeClosed]) -> list[Event]:
         """How many sequences each fallen rank held, by its scheduler's table in shared memory."""
-        specs = [
-            self._core.processes[d.name].spec for d in deaths if d.name in self._core.processes
-        ]
-        seats = [spec.seat for spec in specs if spec.kind == "worker"]
-        return [self._count(seats)] if seats else []
-
-    def _count(self, seats: Collection[int]) -> Stranded:
-        return Stranded(count_held(self._config.node, seats))
+        node, found = self._config.node, list[Event]()
+        for name, incarnation in [(death.name, death.incarnation) for death in deaths]:
+            process = self._core.processes.get(name)
+            if process is not None and process.spec.kind == "worker":
+                found.append(Stranded(count_held(node, [process.spec.seat]), name))
+            elif process is not None and process.spec.kind == "scheduler":
+                found.append(Stranded(count_left(node, process.spec.seat, incarnation), name))
+        return found
 
     def _reap(self, child: Child) -> None:
         code = self._watch.remove(child)
@@ -359,7 +389,7 @@ class Node:
                 self._board.processes[
                     self._core.processes[name].spec.index
                 ].ready_heard = incarnation
-                told = message.fingerprint, message.expert_slots
+                told = message.fingerprint, message.expert_slots, message.note
                 self._events.append(BecameReady(name, incarnation, *told))
             case Progress(name, incarnation, phase, fraction) if name in self._core.processes:
                 self._events.append(Progressed(name, incarnation, phase, fraction))
@@ -370,7 +400,10 @@ class Node:
             case StatusQuery(call):
                 now_ns = time.monotonic_ns()
                 missing = self._weights.missing if self._weights is not None else ""
-                reply = status(self._core, self._config, os.getpid(), call, now_ns, missing)
+                status_now = status(self._core, self._config, os.getpid(), call, now_ns, missing)
+                send_to(self._watch.socket, identity, encode(status_now))
+            case HistoryQuery(call):
+                reply = HistoryReply(call, self._chronicle.entries)
                 send_to(self._watch.socket, identity, encode(reply))
             case Inject():
                 self._inject(identity, message)
@@ -424,13 +457,15 @@ class Node:
                 case RenewStandbys():
                     self._renew_standbys(delay_ms=0)  # somebody waits for them
                 case CountStranded(seats):
-                    self._events.append(self._count(seats))
+                    self._events.append(Stranded(count_held(self._config.node, seats)))
                 case Send(name, incarnation, message):
                     send_to(self._watch.socket, f"{name}#{incarnation}".encode(), encode(message))
                 case Sweep():
                     self._sweep()
                 case Tell():
                     self._tell(action)
+                case Record():
+                    self._chronicle.add(action)
                 case Finished():
                     self._finished = action
 
@@ -508,9 +543,10 @@ class Node:
             self._log.info("standby ready", about=name)
             self._events.append(StandbySeen(name, ready=True))
         for name, code, words in self._spawner.ended_standbys():
-            self._events.append(StandbySeen(name, ready=False))
             delay_ms = self._standbys.ended(name, now_ns)
-            text = f"{describe_end(code, words)}; another one follows in {delay_ms / 1000:g} s"
+            how = describe_end(code, words)
+            self._events.append(StandbyEnded(name, how, delay_ms))
+            text = f"{how}; another one follows in {delay_ms / 1000:g} s"
             self._log.warning("standby ended", about=name, text=text)
 
     def _resize(self, ranks: int) -> None:
@@ -560,14 +596,14 @@ class Node:
         if child is not None:
             self._add(child)
 
-    def _add(self, child: Child) -> None:
+    def _add(self, child: Child, standby: str = "") -> None:
         self._watch.add(child)
-        self._events.append(Spawned(child.spec.name, child.incarnation, child.pid))
+        self._events.append(Spawned(child.spec.name, child.incarnation, child.pid, standby))
 
     def _take_forked(self) -> None:
         children, unforked = self._spawner.take_forked(time.monotonic_ns())
         for child in children:
-            self._add(child)
+            self._add(child, child.spec.standby)
         for name, incarnation in unforked:
             process = self._core.processes.get(name)
             if process is not None and process.alive and process.incarnation == incarnation:
@@ -647,4 +683,5 @@ class Node:
         for path in self._run_dir.glob("*.sock"):
             path.unlink(missing_ok=True)
         self._log.info("stopped", code=int(finished.code), reason=finished.reason, left=left)
+        self._chronicle.close()
         return finished.code

@@ -18,7 +18,7 @@ from phalanx.protocol.limits import (
     TOLD_MS,
 )
 from phalanx.protocol.patience import Patience
-from phalanx.supervisor.events import Observed
+from phalanx.supervisor.events import Noticed, Observed
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.restart import RestartPolicy
 
@@ -107,18 +107,18 @@ class Process:
             self.awaited_ns = 0
         return advanced
 
-    def hung(self, now_ns: int) -> str:
-        """Why the process counts as hung; empty when it does not."""
+    def hung(self, now_ns: int) -> tuple[Noticed, str] | None:
+        """By what sign that is missing, and why, the process counts as hung; None when it does not."""
         asleep_ms = STALLED_MS if self.awaited_ns else math.inf
         if silence := self._silence(now_ns, HANG_MS, self._spin_ms, STARVED_MS_MAX, asleep_ms):
             waited_for = ", and its peers wait for it" if self.awaited_ns else ""
-            return f"hung: {silence}{waited_for}"
+            return "heartbeat", f"hung: {silence}{waited_for}"
         still_ms = (now_ns - self.progress_ns) / _MS
         if self.stage is Stage.STARTING and still_ms > START_DEADLINE_MS:
-            return f"stuck: not ready, and no progress for {still_ms:.0f} ms"
+            return "progress", f"stuck: not ready, and no progress for {still_ms:.0f} ms"
         if self.stage is Stage.READY and still_ms > BUSY_SILENCE_MS:
-            return f"stuck: busy without progress for {still_ms:.0f} ms"
-        return ""
+            return "progress", f"stuck: busy without progress for {still_ms:.0f} ms"
+        return None
 
     def suspect(self, now_ns: int) -> str:
         """What makes it likely that it will count as hung soon; empty when nothing does."""

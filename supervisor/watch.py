@@ -12,6 +12,7 @@ from phalanx.protocol.link import bind_router
 from phalanx.supervisor.events import (
     AcksSeen,
     Event,
+    Noticed,
     Observed,
     PipeClosed,
     PlacementsSeen,
@@ -57,6 +58,7 @@ class Watch:
         woke_ns = time.monotonic_ns()
         messages = ready.pop(self.socket, 0) != 0
         ready.pop(self._wake_fd, None)
+        by: dict[str, Noticed] = {child.spec.name: "death mark" for child in dead}
         ended: list[Child] = []
         for fd in ready:
             child = self._owners[fd]  # raw descriptors come back as themselves
@@ -66,7 +68,13 @@ class Watch:
                 dead.append(child)
         for child in dead:
             self._forget_pipe(child)
-        deaths = [PipeClosed(child.spec.name, child.incarnation, woke_ns) for child in dead]
+        deaths = [
+            PipeClosed(
+                *(child.spec.name, child.incarnation, woke_ns),
+                by.get(child.spec.name, "death pipe"),
+            )
+            for child in dead
+        ]
         return deaths, ended, messages
 
     def _sleep(self, timeout_ms: int) -> tuple[list[Child], dict[Any, int]]:

@@ -30,7 +30,7 @@ from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.seats import Seat
 from phalanx.services.gateway.streams import End, Place, Stream
 from phalanx.supervisor.changes import Changes
-from phalanx.supervisor.events import AcksSeen, Action, Kill, Send
+from phalanx.supervisor.events import AcksSeen, Action, Kill, Noticed, Send
 from phalanx.supervisor.group import Group, GroupPhase
 from phalanx.supervisor.lives import Lives as ProcessLives
 from phalanx.supervisor.process import Process
@@ -103,9 +103,9 @@ def peers_are_not_told_of_a_loss(patch: Patch) -> None:
 @planted(seeds=40)
 def does_not_kill_who_hangs(patch: Patch) -> None:
     def lose(
-        self: ProcessLives, process: Process, why: str, since_ns: int, now_ns: int
+        self: ProcessLives, process: Process, why: str, by: Noticed, since_ns: int, now_ns: int
     ) -> list[Action]:
-        return self._dying(process, why, since_ns, now_ns) if process.alive else []
+        return self._dying(process, why, by, since_ns, now_ns) if process.alive else []
 
     patch.setattr(ProcessLives, "lose", lose)
 

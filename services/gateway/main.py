@@ -64,6 +64,7 @@ class Gateway:
         config, run_dir = service.config, service.run_dir
         journal = Journal(run_dir / JOURNAL_FILE, config.gateway.journal_ttl_s, service.log)
         recovered = load(journal, service)
+        self.note = f"{len(recovered)} requests taken over from the journal" if recovered else ""
         if recovered:
             service.log.info("requests taken over from the journal", requests=len(recovered))
         settings = settings_of(service)
@@ -316,7 +317,7 @@ def settings_of(service: Service) -> Settings:
 
 def serve(service: Service) -> None:
     gateway = Gateway(service)
-    service.ready()
+    service.ready(note=gateway.note)
     service.loop(
         {
             gateway.clients: gateway.on_clients,

@@ -1,4 +1,4 @@
-"""`phalanx up`, `down`, `status`, `epochs`: the life of a node."""
+"""`phalanx up`, `down`, `status`: the life of a node."""
 
 import contextlib
 import json
@@ -371,28 +371,3 @@ def status_table(reply: StatusReply) -> Table:
         beat = f"{process.last_beat_ms} ms" if process.last_beat_ms >= 0 else ""
         table.add_row(process.name, str(process.pid), state, str(process.restarts), beat)
     return table
-
-
-@click.command()
-@run_dir_option
-@json_option
-def epochs(run_dir: Path | None, as_json: bool) -> None:
-    """What changed the expert-parallel group since the start: what died, how long each part took."""
-    reply = ask(find_run_dir(run_dir), StatusQuery(1), StatusReply, 5.0)
-    if as_json:
-        print_json(reply.epochs)
-        return
-    table = Table(title="epochs")
-    for column in ("epoch", "cause", "noticed", "resumed", "stop + go", "moved requests", "ranks"):
-        table.add_column(column)
-    for record in reply.epochs:
-        table.add_row(
-            str(record.epoch),
-            record.cause,
-            f"{record.detected_ms:.1f} ms",
-            f"{record.resumed_ms:.1f} ms",
-            f"{record.stop_ms:.1f} + {record.go_ms:.1f}",
-            str(record.moved_requests),
-            ", ".join(map(str, record.survivors)),
-        )
-    console.print(table)

@@ -89,6 +89,8 @@ def test_three_ranks_become_one_and_four(three: Node, requests: Any, quiet: Any)
     assert three.pids("worker-0")["worker-0"] == pids["worker-0"]
     (history,) = three("epochs")
     (shrunk,) = [record for record in history if record["cause"] == "scale from 3 to 1 ranks"]
+    asked = [record["outcome"] for record in history if record["kind"] == "change"]
+    assert asked and set(asked) == {"done"}
     assert shrunk["survivors"] == [0] and shrunk["moved_requests"] > 0
     assert_whole(three)
 

@@ -105,16 +105,19 @@ def said(node: Node, about: str) -> list[str]:
 
 def test_the_history_tells_what_fell(three: Node) -> None:
     (history,) = three("epochs")
-    causes = [record["cause"] for record in history]
-    assert any("worker-1" in cause for cause in causes)
-    for record in history:
+    groups = [record for record in history if record["kind"] == "group"]
+    assert any("worker-1" in record["cause"] for record in groups)
+    for record in groups:
         assert record["epoch"] % 2 == 0 and record["resumed_ms"] >= 0
         parts = record["stop_ms"] + record["go_ms"]
         assert (
             abs(record["resumed_ms"] - parts) < 0.01
             and min(record["stop_ms"], record["go_ms"]) >= 0
         )
-    assert any(record["moved_requests"] > 0 for record in history), "ranks fell with requests"
+    assert any(record["moved_requests"] > 0 for record in groups), "ranks fell with requests"
+    for record in [record for record in history if record["kind"] == "process"]:
+        assert record["ended"] == "ended by SIGKILL" and record["outcome"] in ("ready", "joined")
+        assert abs(record["resumed_ms"] - 1000 * sum(p["s"] for p in record["phases"])) < 1
 
 
 def test_a_stopped_worker_is_declared_lost(three: Node, requests: Any, fault_free: Any) -> None:

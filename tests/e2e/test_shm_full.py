@@ -97,6 +97,10 @@ def test_ranks_that_fall_wait_for_room_and_the_others_serve(node: Node) -> None:
     node.wait_healthy(180)
     assert {r.slot: r.incarnation for r in node.look().ranks if r.slot != 1} == {0: 1, 2: 1}
     (history,) = node("epochs")
-    assert [record["survivors"] for record in history] == [[0, 1, 2], [0, 2], [0, 1, 2]]
-    assert "starts in vain: no room: /dev/shm has" in history[-1]["cause"]
+    groups = [record for record in history if record["kind"] == "group"]
+    assert [record["survivors"] for record in groups] == [[0, 1, 2], [0, 2], [0, 1, 2]]
+    assert "starts in vain: no room: /dev/shm has" in groups[-1]["cause"]
+    (fell,) = [record for record in history if record["process"] == "scheduler-0"]
+    assert fell["deaths"] > 1 and "NO_ROOM: no room: /dev/shm has" in fell["ended"]
+    assert fell["decided"].startswith("no room to start") and fell["outcome"] == "ready"
     assert node.run(_SPECS) == before

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from phalanx.protocol.log import LINES_MAX, LineFile, flush_log, setup_logging
+from phalanx.protocol.log import LINES_MAX, LineFile, flush_log, older, setup_logging
 
 _WRITER = """
 import resource, signal, sys
@@ -61,6 +61,23 @@ def test_a_deleted_file_is_made_anew_with_its_folder(tmp_path: Path) -> None:
     shutil.rmtree(path.parent)
     file.write("three")
     assert path.read_text() == "three\n"
+
+
+def test_a_line_that_another_one_tore_costs_no_more_than_that(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "worker-0.log"
+    path.parent.mkdir()
+    path.write_text("whole\nto")
+    LineFile(path).write("next")
+    assert path.read_text() == "whole\nto\nnext\n"
+
+
+def test_a_bounded_file_goes_on_as_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "history"
+    file = LineFile(path, bytes_max=20)
+    for number in range(8):
+        file.write(f"line {number}")  # 7 bytes
+    assert path.read_text() == "line 6\nline 7\n"
+    assert older(path).read_text() == "line 3\nline 4\nline 5\n"
 
 
 def test_a_place_where_no_file_can_be(tmp_path: Path) -> None:

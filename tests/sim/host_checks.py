@@ -1,7 +1,7 @@
 """What must hold on the simulated host, checked against the truth that the core cannot see."""
 
 import signal
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +25,7 @@ from phalanx.protocol.limits import (
 )
 from phalanx.protocol.messages import (
     Error,
+    HistoryEntry,
     Rebalance,
     Rebalanced,
     Restart,
@@ -41,12 +42,14 @@ from phalanx.supervisor.events import (
     Kill,
     Propose,
     Publish,
+    Record,
     Reply,
     Resized,
     SetEpoch,
     Spawn,
     Tell,
 )
+from phalanx.supervisor.history import UNDER_WAY
 from phalanx.supervisor.process import Stage
 
 if TYPE_CHECKING:
@@ -88,6 +91,7 @@ class Checks:
             str, tuple[Child, int]
         ] = {}  # who died last under this name, with its code
         self.placements: dict[int, Placement] = {}  # by version, all there ever were
+        self.told: dict[int, HistoryEntry] = {}  # of the history, by id
 
     def require(self, condition: bool, text: str) -> None:
         if not condition:
@@ -176,6 +180,8 @@ class Checks:
                 self.size_told = ranks
             case Tell("stopping"):
                 self._stopping()
+            case Record(entry):
+                self.told[entry.id] = entry
             case Finished():
                 self.require(not self.open, f"finished, and never answered {self.open}")
                 self.require(self.host.finished is None, "finished twice")
@@ -453,6 +459,7 @@ class Checks:
         finished = self.host.finished
         if finished is None:
             self.require(not self.host.core.reasons(), f"not healed: {self.host.core.reasons()}")
+            self._check_history()
             return
         if finished.code == ExitCode.GAVE_UP:
             essential = [name for name, spec in self.host.specs.items() if spec.essential]
@@ -462,6 +469,19 @@ class Checks:
         else:
             bad = finished.code == ExitCode.BAD_INPUT and self.host.plan.bad_input
             self.require(bool(bad), f"ended with {finished.code!r}: {finished.reason}")
+
+    def _check_history(self) -> None:
+        """It tells of each end of each process, and of none that it is not over."""
+        ends: Counter[str] = Counter()
+        for entry in self.told.values():
+            ends[entry.process] += entry.deaths
+            over = entry.outcome not in ("", UNDER_WAY) and entry.resumed_ms >= 0
+            self.require(over, f"all is well, and the history tells: {entry}")
+        for name, incarnation in self.incarnations.items():
+            child = self.host.children.get(name)
+            alive = child is not None and child.incarnation == incarnation and child.alive
+            text = f"{name} ended {incarnation - alive} times, the history tells of {ends[name]}"
+            self.require(ends[name] == incarnation - alive, text)
 
     def finished(self) -> None:
         host = self.host
@@ -475,3 +495,5 @@ class Checks:
             self.require(late_ms < limit_ms, f"finished {late_ms:.0f} ms after the drain's limit")
         for name in host.finished.left:
             self.require("does not die" not in name, f"left: {name}")
+        last = [entry for entry in self.told.values() if entry.kind == "stop"]
+        self.require(len(last) == 1 and last[0].outcome != UNDER_WAY, f"it stopped: {last}")

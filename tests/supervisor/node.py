@@ -101,6 +101,17 @@ class TestNode:
         assert isinstance(reply, ShutdownDone), self.said()
         return reply
 
+    def supervisor_killed(self) -> None:
+        """Kill it, and wait until what it ran is gone."""
+        assert self.supervisor is not None
+        self.supervisor.kill()
+        self.wait_end()
+        until(lambda: not self.children(), 5)
+
+    def wait_end(self, timeout_s: float = 20) -> int:
+        assert self.supervisor is not None
+        return self.supervisor.wait(timeout_s)
+
     def board(self) -> Board:
         return Board.attach(node_name(self.run_dir))
 

@@ -19,13 +19,16 @@ from phalanx.supervisor.events import (
     BecameReady,
     ChangeAsked,
     Event,
+    Noticed,
     Reaped,
     Resized,
 )
 from phalanx.supervisor.group import Group, GroupPhase
+from phalanx.supervisor.history import History
 from phalanx.supervisor.lives import Lives
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.process import Process
+from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.restart import RestartPolicy
 from sim.host import Host
 from sim.host_checks import Violated
@@ -58,8 +61,10 @@ def believes_stale_acks(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=10)
 def does_not_kill_the_lost_one(patch: pytest.MonkeyPatch) -> None:
-    def lose(self: Lives, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
-        return self._dying(process, why, since_ns, now_ns) if process.alive else []
+    def lose(
+        self: Lives, process: Process, why: str, by: Noticed, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        return self._dying(process, why, by, since_ns, now_ns) if process.alive else []
 
     patch.setattr(Lives, "lose", lose)
 
@@ -118,8 +123,10 @@ def hears_the_dead(patch: pytest.MonkeyPatch) -> None:
 def restarts_before_the_old_one_is_reaped(patch: pytest.MonkeyPatch) -> None:
     right = Lives._dying
 
-    def dying(self: Lives, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
-        actions = right(self, process, why, since_ns, now_ns)
+    def dying(
+        self: Lives, process: Process, why: str, by: Noticed, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        actions = right(self, process, why, by, since_ns, now_ns)
         return actions + self.spawn(process, now_ns)
 
     patch.setattr(Lives, "_dying", dying)
@@ -175,8 +182,10 @@ def waits_for_the_dead_in_stop(patch: pytest.MonkeyPatch) -> None:
 def moves_the_epoch_for_a_scheduler(patch: pytest.MonkeyPatch) -> None:
     right = Lives._dying
 
-    def dying(self: Lives, process: Process, why: str, since_ns: int, now_ns: int) -> list[Action]:
-        actions = right(self, process, why, since_ns, now_ns)
+    def dying(
+        self: Lives, process: Process, why: str, by: Noticed, since_ns: int, now_ns: int
+    ) -> list[Action]:
+        actions = right(self, process, why, by, since_ns, now_ns)
         if process.spec.kind == "scheduler" and self._core.group.phase is GroupPhase.RUNNING:
             actions += self._core.group._stop("scheduler died", 0.0, now_ns)
         return actions
@@ -215,7 +224,7 @@ def publishes_between_stop_and_go(patch: pytest.MonkeyPatch) -> None:
 
 @planted(seeds=40)
 def never_kills_at_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ending, "kill_all", lambda self, now_ns: self._finish())
+    patch.setattr(Ending, "kill_all", lambda self, now_ns: self._finish(now_ns))
 
 
 @planted(seeds=20)
@@ -295,6 +304,22 @@ def fails_the_node_over_a_newcomer(patch: pytest.MonkeyPatch) -> None:
         return right(self, process, event, now_ns)
 
     patch.setattr(Lives, "reaped", reaped)
+
+
+@planted(seeds=40)
+def tells_nothing_of_schedulers(patch: pytest.MonkeyPatch) -> None:
+    right = History.fell
+
+    def fell(self: History, spec: ProcessSpec, *args: Any) -> None:
+        if spec.kind != "scheduler":
+            right(self, spec, *args)
+
+    patch.setattr(History, "fell", fell)
+
+
+@planted(seeds=40)
+def never_tells_that_a_rank_is_back(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(History, "follow", lambda self, records, now_ns: None)
 
 
 # Four of them in every run, drawn anew (`PLANT_SEED` repeats them); `make soak` looks for all (`none`).
