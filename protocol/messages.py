@@ -200,8 +200,8 @@ class Replay(Message, frozen=True):
 class Difference(msgspec.Struct, frozen=True):
     """Where a second run of a sequence departs from what was delivered."""
 
-    at: int  # index of the output; its number of tokens when only the digest is known
-    what: Literal["token", "logprobs", "length", "digest", "error"]
+    at: int  # index of the output, or of the prompt's token; the number of outputs for a digest
+    what: Literal["token", "logprobs", "prompt_logprobs", "length", "digest", "error"]
     delivered: str
     replayed: str
 
@@ -215,6 +215,7 @@ class ReplayedSequence(msgspec.Struct, frozen=True):
     difference: Difference | None = None
     # Why this run ended before all was made again (scheduler.preempt: stop); empty: it did not.
     ended_early: str = ""
+    prompt_logprobs: int = 0  # tokens of the prompt whose log-probabilities were compared as well
 
 
 class Replayed(Message, frozen=True):

@@ -14,6 +14,7 @@ import msgspec
 from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.messages import Difference, Final, TokenLogprobs
+from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.services.gateway.entries import Entry
 from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.streams import Stream
@@ -29,6 +30,10 @@ class PastSequence:
     final: Final
     tokens: bytes | None  # int32 ids; None: not kept
     logprobs: bytes  # msgpack of one TokenLogprobs a token; empty: not asked for, or not kept
+    scores: bytes = (
+        b""  # records of the prompt's log-probabilities (`protocol/prompt_logprobs.py`), likewise
+    )
+    num_top: int = 0  # likeliest tokens in each
 
     @classmethod
     def of(cls, stream: Stream) -> "PastSequence":
@@ -39,7 +44,20 @@ class PastSequence:
             return cls(final, None, b"")
         asked = stream.sampling.logprobs is not None
         logprobs = msgspec.msgpack.encode(stream.logprobs[:count]) if asked else b""
-        return cls(final, array("i", stream.tokens[:count]).tobytes(), logprobs)
+        tokens = array("i", stream.tokens[:count]).tobytes()
+        return cls(
+            final,
+            tokens,
+            logprobs,
+            bytes(stream.scores) if stream.scored else b"",
+            stream.sampling.prompt_logprobs or 0,
+        )
+
+    @property
+    def compares_scores(self) -> bool:
+        """Whether a second run is to make the prompt's log-probabilities: where none was delivered it is not
+        run at all."""
+        return bool(self.scores) and self.final.offset > 0
 
     @property
     def comparable(self) -> bool:
@@ -54,10 +72,12 @@ class PastSequence:
         logprobs: Sequence[TokenLogprobs],
         error: str = "",
         early: bool = False,
+        scores: bytes | bytearray = b"",
     ) -> Difference | None:
         """Where a second run departs from this one, first of all.
 
         Args:
+            scores: of the prompt; not looked at where this one has none.
             error: why the second run did not come to its end by itself.
             early: it was ended to make room for others, which is no difference: what there is, is compared.
         """
@@ -69,6 +89,8 @@ class PastSequence:
             if len(tokens) == count and digest == self.final.digest:
                 return None
             return Difference(count, "digest", self.final.digest.hex(), digest.hex())
+        if self.compares_scores and (found := self._other_score(scores, early)) is not None:
+            return found
         delivered = memoryview(self.tokens).cast("i")
         told = self.token_logprobs()
         for at in range(min(count, len(tokens))):
@@ -79,6 +101,20 @@ class PastSequence:
                 return Difference(at, "logprobs", repr(told[at]), again)
         if len(tokens) != count and not (early and len(tokens) < count):
             return Difference(min(count, len(tokens)), "length", str(count), str(len(tokens)))
+        return None
+
+    def _other_score(self, scores: bytes | bytearray, early: bool) -> Difference | None:
+        """The first prompt token whose log-probabilities differ."""
+        end = min(len(scores), len(self.scores)) if early else len(self.scores)
+        if self.scores[:end] == scores[:end]:
+            return None
+        size = record_bytes(self.num_top)
+        for at in range(0, end, size):
+            then, now = self.scores[at : at + size], bytes(scores[at : at + size])
+            if then != now:
+                told = repr(entries(then, self.num_top)[0])
+                again = repr(entries(now, self.num_top)[0]) if len(now) == size else "none"
+                return Difference(1 + at // size, "prompt_logprobs", told, again)
         return None
 
 
@@ -96,12 +132,12 @@ class Past:
     @property
     def light(self) -> "Past":
         """Without its tokens: their digests remain."""
-        bare = tuple(replace(s, tokens=None, logprobs=b"") for s in self.sequences)
+        bare = tuple(replace(s, tokens=None, logprobs=b"", scores=b"") for s in self.sequences)
         return replace(self, sequences=bare)
 
     @property
     def nbytes(self) -> int:
-        arrays = sum(len(s.tokens or b"") + len(s.logprobs) for s in self.sequences)
+        arrays = sum(len(s.tokens or b"") + len(s.logprobs) + len(s.scores) for s in self.sequences)
         return len(self.entry.prompt) + arrays + _OVERHEAD_BYTES * len(self.sequences)
 
 

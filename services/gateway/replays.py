@@ -84,7 +84,9 @@ class Replays:
             # What ended it (a stop string, an abort) is not run again: the tokens up to there are.
             most = max(1, one.final.offset)
             stream.sampling = msgspec.structs.replace(
-                stream.sampling, max_tokens=most, prompt_logprobs=None
+                stream.sampling,
+                max_tokens=most,
+                prompt_logprobs=one.num_top if one.compares_scores else None,
             )
             if one.final.offset == 0:
                 stream.end = End("length")
@@ -128,6 +130,7 @@ def _compared(past: PastSequence, stream: Stream) -> ReplayedSequence:
         "digest" if past.tokens is None else "tokens",
         min(len(past.token_logprobs()), count) if early else len(past.token_logprobs()),
         stream.seat,
-        past.difference(stream.tokens, stream.logprobs, error, early),
+        past.difference(stream.tokens, stream.logprobs, error, early, stream.scores),
         ended,
+        stream.num_scores if past.compares_scores else 0,
     )

@@ -67,7 +67,8 @@ def _show(found: Replayed) -> None:
     for column in ("sequence", "rank", "tokens", "compared", "first difference"):
         table.add_column(column, justify="right" if column == "tokens" else "left")
     for one in found.sequences:
-        compared = f"{one.compared}, logprobs" if one.logprobs else one.compared
+        parts = ("logprobs" * bool(one.logprobs), "prompt logprobs" * bool(one.prompt_logprobs))
+        compared = ", ".join((one.compared, *filter(None, parts)))
         rank = str(one.seat) if one.seat >= 0 else "-"
         table.add_row(str(one.index), rank, str(one.tokens), compared, _difference(one))
     console.print(table)

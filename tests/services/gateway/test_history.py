@@ -1,6 +1,8 @@
 """What is remembered of ended requests: the newest, their tokens while there is room, their digests after."""
 
+import struct
 from array import array
+from dataclasses import replace
 
 from phalanx.protocol.digests import tokens_digest
 from phalanx.protocol.messages import Difference, Final, Sampling, TokenLogprobs, Usage
@@ -21,6 +23,10 @@ def past(name: str, *tokens: int, logprobs: bool = False) -> Past:
     digest = tokens_digest(0, tokens)
     stream.final = Final(name, 0, len(tokens), "stop", Usage(1, len(tokens)), digest=digest)
     return Past.of(request)
+
+
+def record(logprob: float) -> bytes:
+    return struct.pack("<fiif", logprob, 1, 5, logprob)
 
 
 def only(found: list[Past]) -> PastSequence:
@@ -47,6 +53,18 @@ def test_the_first_difference_is_named() -> None:
     assert one.difference((7,), right[:1], "rank 1 left") == Difference(
         1, "error", "stop", "rank 1 left"
     )
+
+
+def test_log_probabilities_of_the_prompt_are_compared() -> None:
+    one = replace(only([past("a", 7, 8)]), scores=record(-1.0) + record(-2.0), num_top=1)
+    assert one.difference((7, 8), (), scores=record(-1.0) + record(-2.0)) is None
+    found = one.difference((7, 8), (), scores=record(-1.0) + record(-2.0000002))
+    assert found is not None and (found.at, found.what) == (2, "prompt_logprobs")
+    assert "-2.0," in found.delivered and "-2.0000002" in found.replayed
+    found = one.difference((7, 8), (), scores=record(-1.0))
+    assert found is not None and (found.at, found.replayed) == (2, "none")
+    assert one.difference((7,), (), early=True, scores=record(-1.0)) is None
+    assert one.compares_scores and not only([past("a", 7)]).compares_scores
 
 
 def test_without_tokens_the_digest_decides() -> None:
