@@ -9,7 +9,7 @@ import pytest
 
 from e2e.node import Node, assert_whole
 from phalanx.protocol.messages import Sampling
-from phalanx.services.client import Client, Stream, Spec
+from phalanx.services.client import Client, Spec, Stream
 
 pytestmark = pytest.mark.process
 
