@@ -19,6 +19,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A fork takes milliseconds, and long only where nobody gets a CPU. The supervisor does not wait for it.
 FORK_NS = 10_000_000_000
 READY_NS = 60_000_000_000  # the same while it still imports: another one would have to do that, too
+STOPPED_NS = 100_000_000  # one that a signal has stopped is not waited for: streams would be, as long as it is
 _PID_BYTES_MAX = 32
 _ADOPT_S = 5.0
 _libc = ctypes.CDLL(None)
@@ -146,6 +147,10 @@ class Control:
             return False
         since_ns = max(self.ready_ns, self.orders[0].since_ns)
         return now_ns - since_ns > (FORK_NS if self.ready else READY_NS)
+
+    def owes(self, now_ns: int) -> bool:
+        """Whether an order waits for so long that it may be stopped."""
+        return bool(self.orders) and now_ns - self.orders[0].since_ns > STOPPED_NS
 
     def drop_all(self) -> list[Order]:
         """Returns the orders that were not carried out, and will not be."""

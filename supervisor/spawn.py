@@ -123,6 +123,7 @@ class Spawner:
                     forked.append(child)
                 elif order.wanted:
                     unforked.append((order.spec.name, order.incarnation))
+            control.broken |= control.owes(now_ns) and _is_stopped(standby.child, now_ns)
             if control.broken and not broken:
                 standby.child.process.kill()  # it is found among those that ended
                 self._lines.unregister(control.line)
@@ -294,6 +295,11 @@ class Spawner:
         """It is not waited for: one that sleeps in the kernel ends when the kernel lets it."""
         process.kill()
         self._ending.append(process)
+
+
+def _is_stopped(child: Child, now_ns: int) -> bool:
+    found = child.looks.inspect(now_ns)
+    return found is not None and found[0] == "T"
 
 
 def _undone(control: Control) -> list[tuple[str, int]]:

@@ -254,6 +254,27 @@ def test_who_is_to_start_does_so_when_the_standby_does_not_fork(
     assert fork(spawner, WORKERS[0], 7).process.wait() == 7
 
 
+def test_a_standby_that_a_signal_has_stopped_is_not_waited_for(spawner: Spawner) -> None:
+    """Whoever was to start, and all streams with it, waited for ten seconds."""
+    standby = waiting(spawner)
+    os.kill(standby, signal.SIGSTOP)
+    until(lambda: state_of(standby) == "T")
+    assert spawner.spawn(WORKERS[0], 5) is None
+    began_ns = time.monotonic_ns()
+    assert spawner.take_forked(began_ns) == ([], []), "it may go on at once"
+    vain: list[tuple[str, int]] = []
+    until(lambda: vain.extend(spawner.take_forked(time.monotonic_ns())[1]) or vain)
+    assert vain == [("worker-0", 5)] and time.monotonic_ns() - began_ns < FORK_NS / 2
+    until(lambda: spawner.ended_standbys() or state_of(standby) == "")
+
+
+def test_one_that_is_slow_is(spawner: Spawner) -> None:
+    spawner.prepare(WORKERS[0])
+    assert spawner.spawn(WORKERS[0], 6) is None
+    assert spawner.take_forked(time.monotonic_ns() + FORK_NS // 2) == ([], []), "it still imports"
+    assert wait_forked(spawner).process.wait() == 6
+
+
 def test_a_fork_that_is_not_wanted_any_more_ends(spawner: Spawner) -> None:
     standby = waiting(spawner)
     assert spawner.spawn(WORKERS[0], 9) is None and spawner.spawn(WORKERS[1], 3) is None
