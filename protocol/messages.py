@@ -499,6 +499,9 @@ class SeatLoad(Message, frozen=True):
     # What could start at once beside all that is here, with the pool no fuller than new sequences find it.
     room_blocks: int = 0
     room_sequences: int = 0
+    # The same with the pool as full as it may be, for sequences that say how many blocks they need in the end:
+    # blocks that nobody here will ever need, however far all of them go on.
+    spare_blocks: int = 0
     # The first of those that wait because there is no room: (request_id, index, attempt).
     stuck: tuple[tuple[str, int, int], ...] = ()
 

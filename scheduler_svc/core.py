@@ -711,9 +711,13 @@ class Scheduler:
         """A waiting sequence waits aside until it is known what the store has of it."""
         if self.restorer is None or not self.restorer.wants(sequence, now_ns):
             return
-        if self.rank.leader_of(sequence) is None:  # else it is forked from what that one has
-            self.rank.set_aside(sequence)
-            self.restorer.ask(sequence, now_ns)
+        leader = self.rank.leader_of(sequence)
+        if leader is not None:  # it is forked from what that one has
+            leader.leads = True
+            return
+        self.rank.set_aside(sequence)
+        sequence.leads = bool(self.rank.followers(sequence))
+        self.restorer.ask(sequence, now_ns)
 
     def _looked_up(self, reply: ContainsReply, now_ns: int) -> None:
         if self.restorer is None or (sequence := self.restorer.answered(reply)) is None:
@@ -776,10 +780,14 @@ class Scheduler:
 
     def _with_room(self, load: SeatLoad) -> SeatLoad:
         rank, most, watermark = self.rank, self.config.max_num_seqs, self.config.prefill_watermark
-        blocks, sequences = room(rank, most, watermark)
+        blocks, sequences, spare = room(rank, most, watermark)
         waiting = tuple([(*one.key, one.attempt) for one in stuck(rank, most, watermark)])
         return msgspec.structs.replace(
-            load, room_blocks=blocks, room_sequences=sequences, stuck=waiting
+            load,
+            room_blocks=blocks,
+            room_sequences=sequences,
+            spare_blocks=spare,
+            stuck=waiting,
         )
 
     def _write_header(self, load: SeatLoad) -> None:

@@ -5,6 +5,7 @@ It hears also what could start here at once, and which sequences wait for want o
 back and give to a rank that has some (`services/gateway/moves.py`).
 """
 
+from collections.abc import Iterator
 from itertools import chain
 
 from phalanx.protocol.messages import SeatLoad
@@ -49,19 +50,34 @@ class LoadReport:
         return self._said_ns + (REPEAT_NS if settled else PERIOD_NS)
 
 
-def room(rank: Rank, max_num_seqs: int, watermark: float) -> tuple[int, int]:
-    """(blocks, sequences) that could start at once beside what is here, and behind what waits here.
+def room(rank: Rank, max_num_seqs: int, watermark: float) -> tuple[int, int, int]:
+    """(blocks, sequences, spare blocks) that could start at once beside what is here, and behind what waits here.
 
     The pool is then no fuller than `watermark`, as is asked of sequences that come from another rank (`may_start`),
-    and each sequence that runs can still grow by a block.
+    and each sequence that runs can still grow by a block. Spare are blocks that are left if all go on to their ends.
     """
     pool, waiting = rank.pool, rank.num_waiting
     sequences = min(len(rank.free_slots), max_num_seqs - rank.num_running) - waiting
     if sequences <= 0 or waiting > WAITING_MAX:
-        return 0, 0
+        return 0, 0, 0
     most = min(int(watermark * pool.total), pool.total - rank.num_running)
-    wanted = sum(blocks_for(one.num_tokens) for one in chain(rank.waiting, rank.aside))
-    return max(0, most - pool.used - wanted), sequences
+    wanted = in_the_end = 0
+    for one, shared in _with_shared(rank):
+        wanted += blocks_for(one.num_tokens) - shared
+        in_the_end += rank.blocks_in_the_end(one) - shared
+    spare = pool.total - pool.used - rank.reserved - in_the_end
+    return max(0, most - pool.used - wanted), sequences, max(0, spare)
+
+
+def _with_shared(rank: Rank) -> Iterator[tuple[Sequence, int]]:
+    """What waits, each with how many blocks of its prompt it shares with one before it, or with one in prefill."""
+    leaders: dict[str, Sequence] = {}
+    for one in chain(rank.aside, rank.waiting):
+        leader = leaders.setdefault(one.request_id, one)
+        if leader is one:
+            leader = rank.leader_of(one) or one
+        shares = leader is not one and rank.shares(leader, one)
+        yield one, rank.shared_blocks(leader) if shares else 0
 
 
 def stuck(rank: Rank, max_num_seqs: int, watermark: float) -> list[Sequence]:
@@ -70,9 +86,6 @@ def stuck(rank: Rank, max_num_seqs: int, watermark: float) -> list[Sequence]:
     Those that take over what another one of their request computes wait for that, not for room.
     """
     found = [one for one in rank.waiting[:STUCK_MAX] if rank.leader_of(one) is None]
-    if found:
-        first = found[0]
-        needed = blocks_for(first.num_tokens)
-        if may_start(rank, needed, max_num_seqs, watermark, ahead=first.ahead):
-            return []
+    if found and may_start(rank, found[0], max_num_seqs, watermark):
+        return []
     return found

@@ -8,7 +8,8 @@ one is overtaken a bounded number of times.
 
 Sequences of one request with the same prompt (`n > 1`) compute it once: one leads, the others wait
 beside the queue and are forked from it one token before its end (`Rank.fork`). Each then runs the last
-prompt token itself, as a row of its own, so its first token is sampled as if it had been alone.
+prompt token itself, as a row of its own, so its first token is sampled as if it had been alone. Those that come from
+another rank with outputs do the same, and then compute their outputs: the blocks of their prompt they need only once.
 """
 
 from collections.abc import Iterator
@@ -248,11 +249,7 @@ class _Taking:
                 continue
             num_tokens = self._tokens(sequence)
             fits = 4 * num_tokens <= self._room and may_start(
-                rank,
-                blocks_for(num_tokens),
-                self._max_num_seqs,
-                self._watermark,
-                ahead=sequence.ahead,
+                rank, sequence, self._max_num_seqs, self._watermark
             )
             if fits:
                 yield sequence
@@ -311,9 +308,9 @@ class _Taking:
         """Start those who wait for this prompt, as many as there is room for; the next one leads the rest."""
         rank = self._rank
         for follower in rank.followers(leader):
-            needed = blocks_for(self._tokens(leader)) - rank.shared_blocks(leader)
+            shared = rank.shared_blocks(leader)
             fits = 4 * self._tokens(follower) <= self._room and may_start(
-                rank, needed, self._max_num_seqs, self._watermark, ahead=follower.ahead
+                rank, follower, self._max_num_seqs, self._watermark, shared
             )
             if not self._left or not fits:
                 break
@@ -328,19 +325,21 @@ class _Taking:
 
 
 def may_start(
-    rank: Rank, num_blocks: int, max_num_seqs: int, watermark: float, *, ahead: bool
+    rank: Rank, sequence: Sequence, max_num_seqs: int, watermark: float, shared: int = 0
 ) -> bool:
-    """Whether there is room for a sequence that takes so many blocks.
+    """Whether there is room for a waiting sequence, which has so many of its blocks in common with one that runs.
 
     An arrival finds at most `watermark` of the pool used. One that is ahead of arrivals leaves it so, unless it
-    is alone: it comes from a rank that fell, or had to make room here, and shall not push out who runs.
+    is alone: it comes from a rank that fell, or had to make room here, and shall not push out who runs. But it
+    cannot do that, however full the pool, where all have room to go on to their ends.
     """
-    pool = rank.pool
-    free = pool.free
-    used = pool.total - free + (num_blocks if ahead and rank.num_running else 0)
-    return (
-        rank.num_running < max_num_seqs
-        and bool(rank.free_slots)
-        and used <= watermark * pool.total
-        and num_blocks <= free
-    )
+    pool, num_blocks = rank.pool, blocks_for(sequence.num_tokens) - shared
+    if rank.num_running >= max_num_seqs or not rank.free_slots or num_blocks > pool.free:
+        return False
+    most = watermark * pool.total
+    if not sequence.ahead:
+        return pool.used <= most
+    if not rank.num_running or pool.used + num_blocks <= most:
+        return True
+    in_the_end = rank.blocks_in_the_end(sequence) - shared
+    return pool.used + rank.reserved + in_the_end <= pool.total

@@ -177,26 +177,34 @@ class Rank:
         return len(self._waiting_of[sequence.key[0]]) == 1
 
     def followers(self, leader: Sequence) -> list[Sequence]:
-        """Waiting sequences that need exactly what `leader` computes in its prefill."""
-        waiting = self._waiting_of.get(leader.request_id)
-        if not waiting or leader.num_outputs:
-            return []
-        return [
-            one
-            for one in waiting
-            if one.prompt == leader.prompt and not (one.num_outputs or one.scores.wanted)
-        ]
+        """Waiting sequences that need the prompt that `leader` computes."""
+        waiting = self._waiting_of.get(leader.request_id, ())
+        return [one for one in waiting if self.shares(leader, one)]
 
     def leader_of(self, sequence: Sequence) -> Sequence | None:
-        """A sequence in prefill, or on its way there past the KV store, that computes what this waiting
-        one needs; it is worth waiting for."""
-        if sequence.num_prompt == 1 or sequence.num_outputs or sequence.scores.wanted:
-            return None  # scores come from rows of its own
+        """A sequence in prefill, or on its way there past the KV store, that computes the prompt which this
+        waiting one needs; it is worth waiting for."""
+        if sequence.num_prompt == 1:
+            return None
         for leader in chain(self.prefilling, self.loading, self.aside):
-            same = leader.request_id == sequence.request_id and leader.prompt == sequence.prompt
-            if same and not leader.num_outputs:
+            same = leader.request_id == sequence.request_id and self.shares(leader, sequence)
+            if same and self._is_before_fork(leader):
                 return leader
         return None
+
+    def shares(self, leader: Sequence, follower: Sequence) -> bool:
+        """Whether two sequences of one request need the same of its prompt. With outputs, which each has of its own,
+        it is for the blocks that they need only once."""
+        if follower.scores.wanted or follower.prompt != leader.prompt:
+            return False  # scores come from rows of its own
+        return self.shared_blocks(leader) > 0 or not (leader.num_outputs or follower.num_outputs)
+
+    def _is_before_fork(self, leader: Sequence) -> bool:
+        """It has not computed, and does not load, the last token of its prompt."""
+        begun = self.t.planned.item(leader.row)
+        if leader in self.loading:
+            begun = leader.stored * BLOCK_SIZE
+        return begun < leader.num_prompt
 
     @staticmethod
     def shared_blocks(leader: Sequence) -> int:
@@ -204,15 +212,17 @@ class Rank:
         return (leader.num_prompt - 1) // BLOCK_SIZE
 
     def fork(self, leader: Sequence, follower: Sequence) -> Fork:
-        """Start `follower` one token before the end of its prompt, on the leader's blocks.
+        """Start `follower` one token before the end of its prompt, on the leader's blocks. What it has of outputs
+        it computes itself.
 
         The block that is not full and the state slot are copied, by the worker, before the step with
         the follower's first row and the leader's last: at that moment the leader's slot stands there.
         """
         at, shared = leader.num_prompt - 1, self.shared_blocks(leader)
-        own = self.pool.allocate(blocks_for(leader.num_prompt) - shared)
+        own = self.pool.allocate(blocks_for(follower.num_tokens) - shared)
         self.pool.retain(leader.blocks[:shared])
-        follower.cached = leader.cached
+        if not follower.num_outputs:
+            follower.cached = leader.cached
         self._take_slot(follower, leader.blocks[:shared] + own)
         self._prefill(follower)
         row = follower.row
@@ -241,6 +251,20 @@ class Rank:
         self.t.slot[row], self.t.blocks[row], self.t.told[row] = -1, 0, 0
         self.t.committed[row] = self.t.planned[row] = self.t.cached_tokens[row] = 0
         self.t.state[row] = WAITING
+
+    # ------------------------------------------------------------ room
+
+    @property
+    def reserved(self) -> int:
+        """Blocks that those who run do not have, and will if each gets as far as it may."""
+        begun = [one.row for one in chain(self.prefilling, self.loading)]
+        rows = np.concatenate((self.decode_rows, np.array(begun, np.intp)))
+        lacking = (self.t.rows_max.take(rows) - 1) // BLOCK_SIZE + 1 - self.t.blocks.take(rows)
+        return int(np.add.reduce(np.maximum(lacking, 0)))
+
+    def blocks_in_the_end(self, sequence: Sequence) -> int:
+        """That the sequence may come to hold."""
+        return max(blocks_for(self.t.rows_max.item(sequence.row)), blocks_for(sequence.num_tokens))
 
     # ------------------------------------------------------------ phases
 

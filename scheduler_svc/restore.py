@@ -70,12 +70,22 @@ class Restorer:
         self._keying.append(_Ask(sequence, now_ns + ASK_DEADLINE_MS * MS))
 
     def answered(self, reply: ContainsReply) -> Sequence | None:
-        """The sequence that need not wait aside any more; None: it left, or its time was over."""
+        """The sequence that need not wait aside any more; None: it left, its time was over, or since it was asked
+        for another one came which needs its prompt, so that less of it is asked for."""
         ask = self._asked.pop(reply.call, None)
         if ask is None:
             return None
-        ask.sequence.stored = min(reply.state, len(ask.sequence.keys))
-        return ask.sequence
+        sequence = ask.sequence
+        if reply.state > self._wanted(sequence):
+            self._keying.append(ask)
+            return None
+        sequence.stored = min(reply.state, len(sequence.keys))
+        return sequence
+
+    def _wanted(self, sequence: Sequence) -> int:
+        """Blocks that may be loaded: one token at least is computed, where it is forked the last of its prompt."""
+        tokens = sequence.num_prompt if sequence.leads else sequence.num_tokens
+        return min((tokens - 1) // BLOCK_SIZE, self._staging.num_blocks)
 
     # ------------------------------------------------------------ loading
 
@@ -156,7 +166,7 @@ class Restorer:
         budget = KEYS_PER_TURN
         while self._keying and budget > 0:
             ask = self._keying[0]
-            wanted = min((ask.sequence.num_tokens - 1) // BLOCK_SIZE, self._staging.num_blocks)
+            wanted = self._wanted(ask.sequence)
             budget -= self._extend(ask.sequence, wanted, budget)
             if len(ask.sequence.keys) >= wanted:
                 self._keying.popleft()

@@ -73,6 +73,7 @@ class Sequence(msgspec.Struct, eq=False):
     overtaken: int = 0  # how often a later one went first while it waited
     keys: list[bytes] = []  # of its first blocks, as far as they were looked up
     stored: int = 0  # so many of these blocks are in the KV store, with the state at their end
+    leads: bool = False  # another one waits to be forked from it: no more than its prompt is loaded
     # Blocks of another prompt's that it shares, where no state is stored: one is worth while.
     common: int = 0
     marks: tuple[int, ...] | None = None  # where chunks of its prefill end; None: not decided yet

@@ -14,7 +14,10 @@ What keeps it from going to and fro:
 
 * Room is what is left once a pool is as full as new sequences may find it (`scheduler.prefill_watermark`), less what
   waits there already, less all that was promised to others since the report (`Seat.promised`): sequences on their way
-  there, and those that are asked for because of it. A full rank, or one with a queue that is full, has none.
+  there, and those that are asked for because of it. A full rank, or one with a queue that is full, has none. Or it is
+  what is left once everyone there has got as far as it may: then a sequence needs the blocks of its end at once.
+* Sequences of one request that wait at one rank come back in one message, are placed together, and are promised the
+  blocks of their prompt once: the next rank computes it for both (`scheduler_svc/prefill.py`).
   Nor has a rank where a suspect is tried (`suspects.py`), for another suspect.
 * Who is asked back from a rank that says nothing for 100 ms has room kept for no longer: its scheduler may sleep, and
   others wait as well. When it speaks again the sequence is asked for again, if it still waits.
@@ -26,10 +29,10 @@ what the KV store has of it is there for every rank. Sequences that wait for a p
 request is computing are not named.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from phalanx.protocol.messages import HandBack, SeatLoad
-from phalanx.services.gateway.seats import Seat, Seats
+from phalanx.services.gateway.seats import Need, Seat, Seats, need_of
 from phalanx.services.gateway.streams import Place, Stream
 
 MS = 1_000_000
@@ -69,21 +72,34 @@ class Moves:
             if stream.place is not None and stream.place.seat == seat.number
         ]
         asked: dict[bytes, list[tuple[str, int, int]]] = {}
+        leaders: dict[tuple[int, str], Seat] = {}
         for _, _, _, stream, place, seat in sorted(waiting, key=lambda one: one[:3]):
             if stream.pin is not None or now_ns < place.stays_until_ns:
                 continue
             self.withdraw(stream, place)
             if place.asked_at_report == seat.reports:
                 continue  # its seat is silent since: no room is kept for what may not come
-            target = self._seats.with_room(now_ns, stream)
+            target, need = self._target(stream, seat, leaders, now_ns)
             if target is not None and target is not seat:
-                target.promise(stream.number, stream.num_blocks)
+                target.promise(stream.number, need)
+                leaders.setdefault((seat.number, stream.request_id), target)
                 place.bound_for, place.stays_until_ns = target.number, now_ns + AGAIN_NS
                 place.asked_at_report = seat.reports
                 name = (stream.request_id, stream.index, place.attempt)
                 asked.setdefault(seat.peer, []).append(name)
         for peer, sequences in asked.items():
             self._send(peer, HandBack(tuple(sequences)))
+
+    def _target(
+        self, stream: Stream, seat: Seat, leaders: Mapping[tuple[int, str], Seat], now_ns: int
+    ) -> tuple[Seat | None, Need]:
+        """Where it could start at once, and what it would take there: beside another one of its request, which comes
+        back from the same seat with it, less by the prompt."""
+        need = need_of(stream)
+        target = leaders.get((seat.number, stream.request_id))
+        if target is not None and target.has_room(beside := need.beside(stream.num_prompt_blocks)):
+            return target, beside
+        return self._seats.with_room(now_ns, stream), need
 
     def withdraw(self, stream: Stream, place: Place) -> None:
         """What it was asked back for may be had by others."""
@@ -94,9 +110,9 @@ class Moves:
     def handed_back(self, stream: Stream) -> None:
         stream.handed_back += 1
 
-    def placed(self, stream: Stream, place: Place, seat: Seat, blocks: int, now_ns: int) -> None:
+    def placed(self, stream: Stream, place: Place, seat: Seat, need: Need, now_ns: int) -> None:
         """A stream that needs so many blocks was given to `seat`, whose load will not show it before it is there."""
-        seat.promise(stream.number, blocks)
+        seat.promise(stream.number, need)
         if stream.handed_back:
             stay_ns = STAY_NS << min(stream.handed_back, DOUBLINGS_MAX)
             place.stays_until_ns = now_ns + stay_ns

@@ -32,7 +32,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.topology import Topology
 from phalanx.services.gateway.entries import Placed
 from phalanx.services.gateway.moves import Moves
-from phalanx.services.gateway.seats import Seat, Seats
+from phalanx.services.gateway.seats import Seat, Seats, need_of
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Place, Stream
 from phalanx.services.gateway.suspects import FALLS_MAX, Suspects
 
@@ -82,7 +82,8 @@ class Placement:
         self._suspects = Suspects()
         self._fallen: list[Stream] = []
         self._placed: list[Placed] = []  # since they were taken last
-        self._newest = ("", -1)  # (request id, seat) of the sequence placed last
+        self._newest = ("", -1)  # (request id, seat) of the sequence placed last, and when
+        self._newest_ns = 0
         self._last_call = first_call
 
     # --- the seats' comings and goings ---
@@ -185,6 +186,9 @@ class Placement:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
         self.seats.pausing = self._suspects.pausing(now_ns)
         self.seats.trying = self._suspects.trying()
+        self._place_waiting(
+            now_ns, resumed=True
+        )  # before others are asked for because of their room
         self._moves.ask(now_ns)
         pinned, self._pinned = self._pinned, []
         for stream in pinned:
@@ -195,10 +199,13 @@ class Placement:
             self._send(peer, FinalSeen(tuple(sequences)))
         self._seen.clear()
 
-    def _place_waiting(self, now_ns: int) -> None:
-        """In their order; but one whose only seats are busy does not hold up those that may go elsewhere."""
+    def _place_waiting(self, now_ns: int, resumed: bool = False) -> None:
+        """In their order; but one whose only seats are busy does not hold up those that may go elsewhere.
+        `resumed`: no arrivals."""
         held_up: list[tuple[bool, int, int, Stream]] = []
         while self._waiting and len(held_up) < HELD_UP_MAX:
+            if resumed and self._waiting[0][0]:
+                break
             entry = heapq.heappop(self._waiting)
             stream = entry[-1]
             if stream.final is not None or stream.place is not None or stream.end is not None:
@@ -206,7 +213,7 @@ class Placement:
             seat = self._seat_for(stream, now_ns)
             if seat is not None:
                 self._submit(stream, seat, now_ns)
-                self._newest = (stream.request_id, seat.number)
+                self._newest, self._newest_ns = (stream.request_id, seat.number), now_ns
                 continue
             held_up.append(entry)
             if not self.seats.any_open(now_ns, resumed=stream.resumed):
@@ -216,9 +223,9 @@ class Placement:
 
     def _try_suspects(self, now_ns: int) -> None:
         while (stream := self._suspects.next()) is not None:
-            tokens, blocks = stream.num_tokens_max, stream.num_blocks
+            tokens, need = stream.num_tokens_max, need_of(stream)
             closed = self.seats.closed_for(stream)
-            seat = self.seats.least_loaded(now_ns, tokens, blocks, resumed=True, but=closed)
+            seat = self.seats.least_loaded(now_ns, tokens, need, resumed=True, but=closed)
             if seat is None:
                 return
             self._submit(stream, seat, now_ns)
@@ -243,16 +250,18 @@ class Placement:
         return self.seats.least_loaded(
             now_ns,
             stream.num_tokens_max,
-            stream.num_blocks,
-            number if self._follows(stream, number) else -1,
+            need_of(stream),
+            number if self._follows(stream, number, now_ns) else -1,
             stream.num_prompt_blocks,
             resumed=stream.resumed,
             but=self.seats.closed_for(stream),
         )
 
-    def _follows(self, stream: Stream, number: int) -> bool:
-        """Whether the sequence placed last has the same prompt, and this seat computes it."""
-        return not stream.tokens and self._newest == (stream.request_id, number)
+    def _follows(self, stream: Stream, number: int, now_ns: int) -> bool:
+        """Whether the sequence placed last has the same prompt, and this seat computes it: one that ran may be
+        through it soon."""
+        newest = self._newest == (stream.request_id, number)
+        return newest and (self._newest_ns == now_ns or not stream.resumed)
 
     def take_ended(self) -> list[Stream]:
         """Streams that need no seat any more: their tokens say that they have ended."""
@@ -267,8 +276,9 @@ class Placement:
         )
         seat.streams[stream.number] = stream
         stream.seat = seat.number
-        shared = stream.num_prompt_blocks if self._follows(stream, seat.number) else 0
-        self._moves.placed(stream, stream.place, seat, max(1, stream.num_blocks - shared), now_ns)
+        follows = self._follows(stream, seat.number, now_ns)
+        need = need_of(stream).beside(stream.num_prompt_blocks if follows else 0)
+        self._moves.placed(stream, stream.place, seat, need, now_ns)
         self._calls[self._last_call] = stream
         self._note_place(stream, seat)
         self._send_submit(stream, seat)

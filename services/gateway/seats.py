@@ -11,6 +11,31 @@ from phalanx.services.gateway.entries import Placed
 from phalanx.services.gateway.streams import Stream
 
 
+@dataclass(frozen=True, slots=True)
+class Need:
+    """KV blocks of a sequence, or of several."""
+
+    now: int
+    in_the_end: int  # if it gets as far as it may
+
+    def plus(self, other: "Need") -> "Need":
+        return Need(self.now + other.now, self.in_the_end + other.in_the_end)
+
+    def less(self, other: "Need") -> "Need":
+        return Need(self.now - other.now, self.in_the_end - other.in_the_end)
+
+    def beside(self, shared: int) -> "Need":
+        """Where so many of them are there already."""
+        return Need(max(1, self.now - shared), max(1, self.in_the_end - shared))
+
+
+NOTHING = Need(0, 0)
+
+
+def need_of(stream: Stream) -> Need:
+    return Need(stream.num_blocks, stream.num_blocks_max)
+
+
 @dataclass(eq=False)
 class Seat:
     number: int
@@ -29,29 +54,29 @@ class Seat:
     list_at_ns: int = 0
     listed: bool = False  # it answered what it runs, in its present incarnation
     not_before_ns: int = 0
-    promised: dict[int, int] = field(default_factory=dict)  # see `promise`
-    promised_blocks: int = 0
+    promised: dict[int, Need] = field(default_factory=dict)  # see `promise`
+    promised_blocks: Need = NOTHING
     stuck: list[Stream] = field(
         default_factory=list
     )  # wait there for want of room, as it last said
 
-    def promise(self, number: int, blocks: int) -> None:
+    def promise(self, number: int, need: Need) -> None:
         """The stream of this number will need so many blocks here, which its load does not show yet."""
         self.withdraw(number)
-        self.promised[number] = blocks
-        self.promised_blocks += blocks
+        self.promised[number] = need
+        self.promised_blocks = self.promised_blocks.plus(need)
 
     def withdraw(self, number: int) -> None:
-        self.promised_blocks -= self.promised.pop(number, 0)
+        self.promised_blocks = self.promised_blocks.less(self.promised.pop(number, NOTHING))
 
-    def has_room(self, blocks: int) -> bool:
-        """Whether one more sequence could start here at once."""
+    def has_room(self, need: Need) -> bool:
+        """Whether one more sequence could start here at once: within the watermark, or because there are blocks for
+        all of it and for all that everyone here may need in the end."""
         load = self.load
-        return (
-            load is not None
-            and len(self.promised) < load.room_sequences
-            and blocks <= self.room_blocks
-        )
+        if load is None or len(self.promised) >= load.room_sequences:
+            return False
+        spare = load.spare_blocks - self.promised_blocks.in_the_end
+        return need.now <= self.room_blocks or need.in_the_end <= spare
 
     @property
     def room_blocks(self) -> int:
@@ -62,7 +87,7 @@ class Seat:
         alone = not (
             load.running or load.waiting or self.promised
         )  # then it may have all there are
-        return load.free_blocks if alone else load.room_blocks - self.promised_blocks
+        return load.free_blocks if alone else load.room_blocks - self.promised_blocks.now
 
     @property
     def expects(self) -> bool:
@@ -148,9 +173,9 @@ class Seats:
 
     def with_room(self, now_ns: int, stream: Stream) -> Seat | None:
         """The least loaded seat that could start this sequence at once, and lets it grow as far as it may."""
-        tokens, blocks, closed = stream.num_tokens_max, stream.num_blocks, self.closed_for(stream)
+        tokens, need, closed = stream.num_tokens_max, need_of(stream), self.closed_for(stream)
         seats = [seat for seat in self.by_number.values() if seat.number not in closed]
-        found = [s for s in seats if s.takes(now_ns) and s.holds(tokens) and s.has_room(blocks)]
+        found = [s for s in seats if s.takes(now_ns) and s.holds(tokens) and s.has_room(need)]
         return min(found, key=_load, default=None)
 
     def _open(self, now_ns: int, resumed: bool) -> list[Seat]:
@@ -166,7 +191,7 @@ class Seats:
         self,
         now_ns: int,
         tokens: int,
-        blocks: int,
+        need: Need,
         beside: int = -1,
         worth: int = 0,
         *,
@@ -178,7 +203,7 @@ class Seats:
         Args:
             tokens: A seat whose pool is too small for so many gets it only if no other has more room:
                 ranks that join later may have smaller pools than what was accepted before.
-            blocks: A seat that could start with so many at once goes before all that could not, and
+            need: Blocks. A seat that could start with so many at once goes before all that could not, and
                 without one that which lacks the fewest.
             beside: A seat that is preferred as long as it runs at most `worth` sequences more; so many of the
                 blocks are there already.
@@ -195,17 +220,17 @@ class Seats:
         ):
             return None  # one that holds it is there, and is busy
         usable = roomy or usable
-        fit = [seat for seat in usable if seat.has_room(blocks)]
+        fit = [seat for seat in usable if seat.has_room(need)]
         if not fit and not resumed:
             # Nor does an arrival take the room for which others are on their way back.
             usable = [seat for seat in usable if not seat.expects] or usable
         if fit:
             least = min(fit, key=_load)
         else:
-            least = min(usable, key=lambda seat: (max(0, blocks - seat.room_blocks), _load(seat)))
+            least = min(usable, key=lambda seat: (max(0, need.now - seat.room_blocks), _load(seat)))
         for seat in usable:
             near = seat.number == beside and len(seat.streams) <= len(least.streams) + worth
-            if near and (not fit or seat.has_room(max(1, blocks - worth))):
+            if near and (not fit or seat.has_room(need.beside(worth))):
                 return seat
         return least
 

@@ -165,9 +165,15 @@ class Stream:
         return -(-(self.entry.prompt_tokens + len(self.tokens)) // BLOCK_SIZE)
 
     @property
+    def num_blocks_max(self) -> int:
+        """Those that it may need in the end."""
+        return max(self.num_blocks, -(-self.num_tokens_max // BLOCK_SIZE))
+
+    @property
     def num_prompt_blocks(self) -> int:
-        """Those of its blocks that the prompt fills: sequences of one request can share them."""
-        return self.entry.prompt_tokens // BLOCK_SIZE
+        """Those of its blocks that sequences of one request can share: all but the last token of the prompt fills
+        them."""
+        return (self.entry.prompt_tokens - 1) // BLOCK_SIZE
 
     @property
     def hollow(self) -> bool:

@@ -41,6 +41,20 @@ def test_room_is_what_the_watermark_leaves() -> None:
     assert (said.room_blocks, said.room_sequences) == (0, 0), "no slot is left"
 
 
+def test_spare_is_what_nobody_here_will_ever_need() -> None:
+    story = Story(num_blocks=21, num_slots=3, max_num_batched_tokens=64)
+    assert load(story).spare_blocks == 20
+    story.submit(0, 120, max_tokens=10)  # 2 blocks in the end
+    story.submit(1, 120, max_tokens=9)  # 1 block
+    said = load(story)
+    assert (said.running, said.waiting, said.spare_blocks) == (1, 1, 20 - 2 - 1)
+    story.step(3)
+    assert story.core.rank.num_running == 2 and load(story).spare_blocks == 20 - 2 - 1
+    story.submit(2, 300, max_tokens=200)
+    story.submit(3, 300, max_tokens=200)
+    assert load(story).spare_blocks == 0, "no slot is left"
+
+
 def test_a_watermark_of_one_leaves_a_block_for_each_that_runs() -> None:
     story = Story(num_blocks=11, prefill_watermark=1.0)
     story.submit(0, 300, max_tokens=100)

@@ -73,6 +73,21 @@ def test_what_came_from_another_rank_leaves_room_to_grow() -> None:
     assert story.ends(0) == ["length"]
 
 
+@pytest.mark.parametrize("outputs", [61, 62])
+def test_a_pool_may_be_filled_where_all_have_room_to_their_ends(outputs: int) -> None:
+    """Beyond the watermark: what cannot grow pushes nobody out. With one token more it might."""
+    story = Story(num_blocks=11)
+    story.submit(0, 576, max_tokens=65)  # 5 blocks, to its end
+    story.step(2)
+    story.submit(1, 580, max_tokens=outputs, resumed=True)
+    story.step(2)
+    assert story.core.rank.num_running == (2 if outputs == 61 else 1)
+    story.run()
+    assert preemptions(story) == 0
+    assert story.outputs(0) == story.expected(0, 65)
+    assert story.outputs(1) == story.expected(1, outputs)
+
+
 def test_what_is_moving_here_makes_room_before_its_first_token() -> None:
     """Else those who run would be pushed out by a prompt that is computed for another rank's loss."""
     story = Story(num_blocks=16, max_num_batched_tokens=9)

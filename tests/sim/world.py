@@ -43,13 +43,12 @@ from phalanx.supervisor.events import Finished, ShutdownAsked
 from sim.clock import Clock
 from sim.gateway_fakes import Expected
 from sim.gateway_world import Disk
-from sim.hash_worker import MAX_MODEL_LEN
 from sim.token_memory import TokenMemory
 from sim.world_body import MS
 from sim.world_checks import what_is_left
 from sim.world_clients import Ask, Reading, SimClient, note_keys, random_ask
 from sim.world_faults import Faults
-from sim.world_gateway import GatewayBody
+from sim.world_gateway import MODEL, GatewayBody
 from sim.world_node import Node
 from sim.world_shape import Shape
 from sim.world_waits import Waits
@@ -61,6 +60,10 @@ DRAIN_NS = 70_000 * MS  # every question is repeated within half of this
 
 
 class World:
+    model = MODEL
+    node_kind = Node
+    staging = 4, 2  # blocks and states: so small that loads wait for each other
+
     def __init__(
         self, seed: int, ring: dict[str, int] | None = None, poison: int = 0, **shape: Any
     ) -> None:
@@ -103,7 +106,7 @@ class World:
     def _start_node(self) -> None:
         self.lives += 1
         story = self.node.story if self.node is not None else []
-        self.node = Node(
+        self.node = self.node_kind(
             self.seed, clock=self.clock, story=story, load_ms=self.shape.load_ms, world=self
         )
         self.node.story.append(f"{self.now_ns / 1e9:.3f} node {self.lives} starts")
@@ -419,7 +422,7 @@ class World:
         return False
 
     def _never_fits(self, ask: Ask) -> bool:
-        most = min(MAX_MODEL_LEN, (self.shape.num_blocks - 1) * BLOCK_SIZE)
+        most = min(self.model.max_positions, (self.shape.num_blocks - 1) * BLOCK_SIZE)
         wanted = ask.spec.sampling.max_tokens
         return len(ask.prompt) + (wanted or 1) > most
 

@@ -18,6 +18,7 @@ from phalanx.protocol.seeds import derive_seed
 from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Flow, Spec
 from phalanx.services.gateway.validate import sampling_for
+from phalanx.services.model_limits import ModelLimits
 from sim.gateway_fakes import Expected, cut_at_its_end, encode_text
 from sim.hash_worker import VOCAB, WINDOW, entries, fault_free, fault_free_scores
 from sim.world_body import MS
@@ -40,6 +41,7 @@ class Ask:
     prompt: list[int]
     aborted: bool = False
     seed: int | None = None
+    model: ModelLimits = MODEL
     streams: dict[int, Expected] = field(default_factory=dict[int, Expected])
 
     def expected(self, index: int) -> Expected:
@@ -61,7 +63,7 @@ class Ask:
         """Its sampling and outputs, stop rules aside."""
         assert self.seed is not None
         sampling = sampling_for(
-            self.spec.sampling, len(self.prompt), MODEL, None, DEFAULT_MAX_TOKENS, self.seed
+            self.spec.sampling, len(self.prompt), self.model, None, DEFAULT_MAX_TOKENS, self.seed
         )
         assert sampling.max_tokens is not None
         seed, forced = derive_seed(self.seed, index), sampling.forced_token_ids

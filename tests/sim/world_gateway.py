@@ -98,7 +98,7 @@ class GatewayBody(Body):
         if world.seed % 2:
             capacity = min(capacity, config.max_waiting)
         settings = Settings(
-            MODEL,
+            world.model,
             self.incarnation,
             world.shape.max_open,
             default_max_tokens=DEFAULT_MAX_TOKENS,

@@ -19,6 +19,7 @@ from phalanx.protocol.messages import (
     Restart,
     Scale,
 )
+from phalanx.protocol.steps import StepPlan
 from phalanx.supervisor.events import (
     Action,
     Finished,
@@ -121,7 +122,7 @@ class Node(Host):
         """Unless this life is over by then."""
         self.clock.after(delay_ns, lambda: None if self.gone else act())
 
-    def step_ns(self) -> int:
+    def step_ns(self, plan: StepPlan | None = None) -> int:
         """How long one part of a step takes at one rank."""
         return self.rng.randint(*self.world.shape.step_ns)
 

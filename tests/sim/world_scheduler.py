@@ -107,11 +107,11 @@ class SchedulerBody(Body):
         self.onlooker.check()
 
     def _new_staging(self) -> Staging:
-        """So small that loads wait for each other."""
         self._stagings += 1
+        blocks, states = self.world.staging
         name = f"stage{self.seat}-{self.incarnation}.{self._stagings}"
-        self.node.staged[name] = Staged(4, 2, self.world.ring.get("ring", WINDOW + SPARE))
-        return Staging(name, 0, 4, 2)
+        self.node.staged[name] = Staged(blocks, states, self.world.ring.get("ring", WINDOW + SPARE))
+        return Staging(name, 0, blocks, states)
 
     def store_lost(self) -> None:
         self.take(StoreLost())

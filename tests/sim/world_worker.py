@@ -90,7 +90,10 @@ class WorkerBody(Body):
         self.seat = child.spec.seat
         shape = node.world.shape
         num_blocks = shape.num_blocks + (self.seat % 3) * shape.uneven
-        self.hash = HashWorker(child.incarnation, num_blocks, shape.num_slots, **node.world.ring)
+        most = node.world.model.max_positions
+        self.hash = HashWorker(
+            child.incarnation, num_blocks, shape.num_slots, most, **node.world.ring
+        )
         self.hash.staging = node.staged
         self.generation = 0  # of its arenas: grows with each scheduler
         self.arena = f"kv-{self.seat}-{child.incarnation}"
@@ -170,7 +173,7 @@ class WorkerBody(Body):
                 running.phase = "compute"
                 self._flip()
                 self.node.checks.step_begins(self)
-                self.later(self.node.step_ns(), lambda: self._store(running))
+                self.later(self.node.step_ns(running.plan), lambda: self._store(running))
             else:
                 running.phase = "tail"
                 self.later(self.node.step_ns() // 4, lambda: self._commit(running))

@@ -32,6 +32,8 @@ SEATS = (b"scheduler-0#1", b"scheduler-1#1")
 class Two(Desk):
     """Two ranks: the first one full, the second one as told."""
 
+    asleep = False  # what comes waits for the next turn
+
     def __init__(self, *recovered: Recovered, **options: Any) -> None:
         super().__init__(*recovered, seats=2, capacity=20, **options)
         self.seq = [0, 0]
@@ -39,7 +41,13 @@ class Two(Desk):
         self.load(0)
         self.load(1)
 
-    def load(self, seat: int, *stuck: Submit, room: int = 0, sequences: int = 9) -> None:
+    def turn(self, commit: bool = True) -> None:
+        if not self.asleep:
+            super().turn(commit)
+
+    def load(
+        self, seat: int, *stuck: Submit, room: int = 0, sequences: int = 9, spare: int = 0
+    ) -> None:
         names = tuple((submit.request_id, submit.index, submit.attempt) for submit in stuck)
         said = SeatLoad(
             seat,
@@ -50,7 +58,8 @@ class Two(Desk):
             total_blocks=100,
             worker_incarnation=1,
             room_blocks=room,
-            room_sequences=sequences if room else 0,
+            room_sequences=sequences if room or spare else 0,
+            spare_blocks=spare,
             stuck=names,
         )
         self.says(SEATS[seat], said)
@@ -285,6 +294,65 @@ def test_sequences_of_one_request_share_the_blocks_of_their_prompt() -> None:
     assert [seat for seat, _ in desk.ask(n=3)] == [1, 1, 1]
     desk.load(0, room=3)
     assert desk.ask()[0][0] == 0, "3 + 1 + 1 blocks are taken, it needs 3"
+
+
+def two_that_ran_at_0(desk: Two) -> list[Submit]:
+    """Two sequences of one request, with tokens; both need 3 blocks, of which they share 2, and 3 in the end."""
+    desk.load(0, room=100)
+    found = [submit for _, submit in desk.ask(n=2)]
+    for seq, submit in enumerate(found, 1):
+        desk.produces(SEATS[0], submit, 0, 10, seq=seq)
+    desk.seq[0] = 2
+    return found
+
+
+def test_two_of_one_request_are_asked_back_for_one_rank_that_has_room_for_their_prompt_once() -> (
+    None
+):
+    desk = Two()
+    pair = two_that_ran_at_0(desk)
+    desk.load(1, room=4)
+    desk.load(0, *pair)
+    assert desk.asked_back() == [(0, tuple(map(name, pair)))]
+
+
+def test_two_of_one_request_go_to_one_rank_and_share_the_blocks_of_their_prompt_there() -> None:
+    """With their tokens, which differ: at the rank that fell they had these blocks once, too."""
+    desk = Two()
+    two_that_ran_at_0(desk)
+    desk.load(1, room=7)
+    desk.core.on_topology(
+        Topology(4, (Seat(0, 2, 1, "lost"), Seat(1, 1, 1, "member")), b"", "f1"), desk.now
+    )
+    desk.turn()
+    assert [seat for seat, _ in desk.placed()] == [1, 1]
+    assert desk.core._placement.seats.by_number[1].promised_blocks.now == 3 + 1
+
+
+def test_a_rank_may_be_filled_where_all_have_room_to_their_ends() -> None:
+    desk = Two()
+    (first,) = stuck_at_0(desk)
+    desk.load(1, spare=2)
+    desk.load(0, first)
+    assert not desk.asked_back(), "in the end it needs 3 blocks"
+    desk.load(1, spare=3)
+    assert desk.asked_back() == [(0, (name(first),))]
+
+
+def test_the_room_of_one_that_comes_back_is_not_promised_to_the_next() -> None:
+    """Its end and the load report with those that still wait come together."""
+    desk = Two()
+    first, second = stuck_at_0(desk, 2)
+    desk.load(1, room=3)
+    desk.load(0, first, second)
+    assert desk.asked_back() == [(0, (name(first),))]
+    desk.asleep = True
+    desk.gives_back(0, first)
+    desk.load(0, second)
+    desk.asleep = False
+    desk.turn()
+    assert [seat for seat, _ in desk.placed()] == [1]
+    assert not desk.asked_back()
 
 
 def test_who_is_bound_to_a_rank_waits_there() -> None:
