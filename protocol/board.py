@@ -310,6 +310,16 @@ class SeatRow:
     def placement_copied(self, pieces: int) -> None:
         self._u64[self._at64 + 14] = pieces
 
+    # Written by the supervisor: an expert of this seat that another rank computed otherwise.
+    @property
+    def doubted(self) -> tuple[int, int] | None:
+        """(layer, expert) that the worker's scrubber shall look at first."""
+        word = self._u64[self._at64 + 15]
+        return (word >> 32, word % 2**32 - 1) if word else None
+
+    def doubt(self, layer: int, expert: int) -> None:
+        self._u64[self._at64 + 15] = layer << 32 | expert + 1
+
     # Written by the scheduler: which link arena the worker shall use.
     @property
     def link(self) -> int:

@@ -165,8 +165,7 @@ class SupervisorCore:
                     self.group.moved(count)
                 return []
             case ScrubHeard(report):
-                self.scrubs.hear(report)
-                return []
+                return list(self.scrubs.hear(report))
             case StandbySeen(name, ready):
                 self.standbys[name] = ready
                 if ready:

@@ -297,6 +297,15 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubt:
+    """Tell the worker of the seat, on the board, that another rank computed otherwise with its expert."""
+
+    seat: int
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sweep:
     """Remove shared memory whose owner is gone."""
 
@@ -376,6 +385,7 @@ Action = (
     | SetEpoch
     | Publish
     | Propose
+    | Doubt
     | Sweep
     | Inspect
     | Send

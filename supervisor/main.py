@@ -62,6 +62,7 @@ from phalanx.supervisor.events import (
     BecameReady,
     ChangeAsked,
     CountStranded,
+    Doubt,
     Event,
     FilesMissing,
     Finished,
@@ -437,6 +438,8 @@ class Node:
                     self._publish(action)
                 case Propose():
                     self._propose(action)
+                case Doubt(seat, layer, expert):
+                    self._board.seats[seat].doubt(layer, expert)
                 case Spawn() | Sweep() if self._streams_wait:
                     self._later.put_off(action, time.monotonic_ns())
                 case Kill(name, incarnation, number):

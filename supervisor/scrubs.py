@@ -18,6 +18,7 @@ from phalanx.protocol.messages import (
     Scrubbed,
     ScrubReport,
 )
+from phalanx.supervisor.events import Doubt
 
 Workers = Mapping[int, int]  # seat -> incarnation
 
@@ -27,11 +28,16 @@ class Scrubs:
         self._ranks = Scrubbed()
         self._experts: dict[int, ExpertReport] = {}  # by seat
 
-    def hear(self, report: ScrubReport | ExpertReport) -> None:
+    def hear(self, report: ScrubReport | ExpertReport) -> list[Doubt]:
+        """Whose slots are to be looked at, now that somebody computed otherwise."""
         if isinstance(report, ScrubReport):
             self._ranks = report.scrubbed
-        else:
-            self._experts[report.seat] = report
+            return []
+        before = self._experts.get(report.seat)
+        self._experts[report.seat] = report
+        known = before.scrubbed.findings if before is not None else ()
+        fresh = [f for f in report.scrubbed.findings if len(f.seats) == 2 and f not in known]
+        return [Doubt(finding.seats[1], finding.layer, finding.expert) for finding in fresh]
 
     def of_ranks(self, workers: Workers) -> Scrubbed:
         found = tuple(f for f in self._ranks.findings if _alive(f, workers))

@@ -40,6 +40,7 @@ PURE = {
     "overseer.py",
     "replays.py",
     "scrub.py",
+    "scrubs.py",
     "kept.py",
     "ledger.py",
     "lives.py",

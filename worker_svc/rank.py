@@ -312,7 +312,14 @@ class Rank:
         def say(report: ExpertReport) -> None:
             send(service.supervisor, encode(report))
 
-        return Scrub(self._backend.bits, every_s, self._seat, service.incarnation, say)
+        return Scrub(
+            self._backend.bits,
+            every_s,
+            self._seat,
+            service.incarnation,
+            say,
+            lambda: self._row.doubted,
+        )
 
     def _flip_bits(self) -> None:
         """Of experts, on purpose."""

@@ -3,8 +3,8 @@
 Every `worker.scrub_every_s` one thing, in turn:
 
 * A slot is compared, bit for bit, with the checkpoint, of which another thread has read the expert anew:
-  a matrix at a time, between two rounds. First those that were filled while the node ran, then the others
-  one after the other.
+  a matrix at a time, between two rounds. First those that a row gave reason to doubt or that were filled
+  while the node ran, then the others one after the other.
 * A row that a peer computed in a step, with an expert that is here as well, is computed again.
 
 A change of the group drops what is under way: it proves nothing then, and its turn comes again.
@@ -78,12 +78,15 @@ class Scrub(Generic[Stored]):
         seat: int,
         incarnation: int,
         say: Callable[[ExpertReport], object],
+        doubted: Callable[[], tuple[int, int] | None] = lambda: None,
     ) -> None:
+        """`doubted`: (layer, expert) with which some other rank computed otherwise last."""
         self._bits, self._every_ns, self._say = bits, int(every_s * 1e9), say
         self._seat, self._incarnation = seat, incarnation
         self._incarnations: dict[int, int] = {}  # of all members' workers
         self._due_ns = 0
         self._rows_turn = False
+        self._doubted, self._heeded = doubted, doubted()
         self._fresh: list[Slot] = []
         self._sweep: list[Slot] = []  # what is left of it, the next one last
         self._reader = Background[tuple[int, Slot, Stored]]("expert")
@@ -141,6 +144,10 @@ class Scrub(Generic[Stored]):
 
     def _next(self) -> Slot | None:
         self._fresh += self._bits.take_fresh()
+        doubt = self._doubted()
+        if doubt is not None and doubt != self._heeded:
+            self._heeded = doubt
+            self._look_first(*doubt)
         while self._fresh:
             if self._bits.holds(slot := self._fresh.pop(0)):
                 return slot
@@ -151,6 +158,10 @@ class Scrub(Generic[Stored]):
             for at in gone:
                 self._forget(at)
         return self._sweep.pop() if self._sweep else None
+
+    def _look_first(self, layer: int, expert: int) -> None:
+        wanted = [s for s in self._bits.held() if (s.layer, s.expert) == (layer, expert)]
+        self._fresh = wanted + self._fresh
 
     def _read(self, epochs: int, slot: Slot) -> tuple[int, Slot, Stored]:
         return epochs, slot, self._bits.read(slot)
@@ -179,8 +190,7 @@ class Scrub(Generic[Stored]):
         self._news = True
         if not row.same:
             self._find((row.layer, row.expert, row.seat), (self._seat, row.seat))
-            own = [s for s in self._bits.held() if (s.layer, s.expert) == (row.layer, row.expert)]
-            self._fresh += own  # it may be ours that is wrong
+            self._look_first(row.layer, row.expert)  # it may be ours that is wrong
 
     # ------------------------------------------------------------ what was found
 

@@ -30,6 +30,7 @@ def test_every_word_is_its_own(board: Board) -> None:
         seat.bell.value, seat.scheduler_bell.value = 9000 + n, 10000 + n
         seat.placement_ready, seat.placement_run = 12000 + n, 13000 + n
         seat.placement_slots, seat.placement_copied = 14000 + n, 15000 + n
+        seat.doubt(16000 + n, n)
     for n, row in enumerate(board.processes):
         row.beat(11000 + n)
         row.phase = ProcessPhase(n % 6)
@@ -53,6 +54,7 @@ def test_every_word_is_its_own(board: Board) -> None:
         assert (seat.bell.value, seat.scheduler_bell.value) == (9000 + n, 10000 + n)
         assert (seat.placement_ready, seat.placement_run) == (12000 + n, 13000 + n)
         assert (seat.placement_slots, seat.placement_copied) == (14000 + n, 15000 + n)
+        assert seat.doubted == (16000 + n, n)
     for n, row in enumerate(board.processes):
         assert (row.beat_ns, row.phase, row.progress) == (11000 + n, ProcessPhase(n % 6), 1)
     assert len(board.processes) == MAX_PROCESSES

@@ -10,6 +10,7 @@ from phalanx.protocol.messages import (
     Scrubbed,
     ScrubReport,
 )
+from phalanx.supervisor.events import Doubt
 from phalanx.supervisor.scrubs import Scrubs
 
 WORKERS = dict.fromkeys(range(4), 1)
@@ -63,6 +64,15 @@ def test_of_two_ranks_nobody_can_tell_which_computes_wrong() -> None:
 def test_who_differs_from_several_is_wrong(doubts: list[ExpertFinding]) -> None:
     (told,) = heard(*doubts).told(WORKERS)
     assert told.startswith("the scrubber: worker-1 computes other bits than worker-0 and worker-2")
+
+
+def test_whose_expert_is_doubted_shall_look_at_it_once() -> None:
+    scrubs = Scrubs()
+    one = ExpertReport(0, 1, ExpertsScrubbed(10, 2, (slot(0), doubt(0, 2, 4, 6))))
+    assert scrubs.hear(one) == [Doubt(2, 4, 6)] and scrubs.hear(one) == []
+    more = ExpertReport(0, 1, ExpertsScrubbed(10, 3, (doubt(0, 2, 4, 6), doubt(0, 3, 4, 6))))
+    assert scrubs.hear(more) == [Doubt(3, 4, 6)]
+    assert scrubs.hear(ScrubReport(Scrubbed(1))) == []
 
 
 def test_as_many_doubts_of_each_prove_nothing() -> None:

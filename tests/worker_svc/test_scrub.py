@@ -56,7 +56,8 @@ class Held:
 class Rank:
     def __init__(self, *slots: Slot, every_s: float = EVERY_MS / 1000) -> None:
         self.bits, self.told = Held(*slots), list[ExpertReport]()
-        self.scrub = Scrub(self.bits, every_s, 1, 4, self.told.append)
+        self.doubted: tuple[int, int] | None = (9, 9)  # of the worker before
+        self.scrub = Scrub(self.bits, every_s, 1, 4, self.told.append, lambda: self.doubted)
         self.scrub.begin_epoch({0: 2, 1: 4})
         self.now_ms = 0
 
@@ -107,6 +108,14 @@ def test_what_was_filled_while_it_runs_comes_first() -> None:
     rank.bits.fresh = [C, Slot(7, 7, 7)]  # that one is gone already
     rank.run(3)
     assert rank.bits.compared == [A, B, C, A]
+
+
+def test_what_others_doubt_comes_next_and_once() -> None:
+    rank = Rank(A, B, C)
+    rank.run(2)
+    rank.doubted = (C.layer, C.expert)
+    rank.run(4)
+    assert rank.bits.compared == [A, B, C, C, A]
 
 
 def test_a_wrong_slot_is_told_again_and_again_until_it_is_right() -> None:
