@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.protocol.arena import Arena, arena_name
+from phalanx.protocol.messages import TokenLogprobs
 from phalanx.protocol.placement import Placement
 from phalanx.protocol.prompt_logprobs import record_bytes
 from phalanx.protocol.service import Service
@@ -38,6 +39,8 @@ class NullBackend:
         self._eos = raw["eos_token_id"]
         self._max_drafts = text["dspark_block_size"]
         self._num_slots = config.scheduler.max_num_seqs
+        # Without a model each token is as likely as any other; the number is what its records hold, a float32.
+        self._even = np.float32(-math.log(self._vocab))
         self._incarnation = service.incarnation
         name = arena_name(config.node, f"kv{service.seat}", service.incarnation)
         self._arena = Arena.create(name, _RECORD_BYTES, f"worker-{service.seat}")
@@ -65,6 +68,7 @@ class NullBackend:
         self._slots = Slots(self._num_slots)
         self._seeds = np.zeros(self._num_slots, np.uint64)
         self._prompts: dict[int, tuple[bytes, int]] = {}  # by slot, of those with prompt_logprobs
+        self._num_top: dict[int, int] = {}  # by slot, of those with logprobs
 
     def restore(self, plan: StepPlan) -> None:
         pass  # it offers no snapshots, so nothing is ever stored
@@ -74,6 +78,9 @@ class NullBackend:
             self._slots.admit(new)
             self._seeds[new.slot] = new.sampling.seed or 0
             self._prompts.pop(new.slot, None)
+            self._num_top.pop(new.slot, None)
+            if new.sampling.logprobs is not None:
+                self._num_top[new.slot] = new.sampling.logprobs
             if (num_top := new.sampling.prompt_logprobs) is not None:
                 self._prompts[new.slot] = (new.tokens[: 4 * new.num_prompt], num_top)
         rows = self._slots.resolve(plan)
@@ -88,12 +95,22 @@ class NullBackend:
             counts=outcome.counts.astype(np.uint8).tobytes(),
             tokens=tokens[outcome.kept].astype(np.int32).tobytes(),
             status=outcome.status.tobytes(),
+            logprobs=self._logprobs(rows.slots[rows.sample_seqs[outcome.kept]]),
             prompt_logprobs=tuple(self._score(rows)),
         )
 
+    def _logprobs(self, slots: Int) -> tuple[TokenLogprobs | None, ...]:
+        """Of the new tokens, which are of the sequences in `slots`; empty when none of these asks."""
+        asked = [self._num_top.get(slot, -1) for slot in slots.tolist()] if self._num_top else []
+        if max(asked, default=-1) < 0:
+            return ()
+        even = self._even.item()
+        told = {n: TokenLogprobs(even, tuple(range(n)), (even,) * n) for n in set(asked) - {-1}}
+        return tuple(told.get(n) for n in asked)
+
     def _score(self, rows: PlanRows) -> Iterator[bytes]:
-        """Of prompt tokens: without a model, each is as likely as any other."""
-        even = np.float32(-math.log(self._vocab)).view(np.int32)
+        """Of prompt tokens."""
+        even = self._even.view(np.int32)
         for start, length, slot in zip(rows.starts, rows.lengths, rows.slots, strict=True):
             prompt, num_top = self._prompts.get(slot, (b"", 0))
             ids = np.frombuffer(prompt, np.int32)[start + 1 : start + 1 + length]

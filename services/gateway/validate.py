@@ -41,6 +41,10 @@ def check(message: Generate, model: ModelLimits) -> None:
         raise _bad(f"the message is of protocol version {message.v}, this is {PROTOCOL_VERSION}")
     _check_prompt(message, model)
     _within("n", message.n, 1, N_MAX)
+    if message.n > 1 and message.sampling.max_tokens == 0:
+        raise _bad(
+            f"n is {message.n} and max_tokens is 0: prompt_logprobs alone are told once; leave n out"
+        )
     _text("key", message.key, KEY_CHARS_MAX)
     _text("model", message.model, MODEL_NAME_CHARS_MAX)
     if message.model not in ("", model.name):

@@ -161,6 +161,8 @@ def test_no_outputs_only_where_the_prompt_is_scored() -> None:
     assert resolved.max_tokens == 0
     with pytest.raises(Refused, match="at least 1 for the output"):
         sampling_for(scoring, len(longest) + 1, MODEL, None, 9, 1)
+    with pytest.raises(Refused, match="n is 3 and max_tokens is 0"):
+        check(Generate(1, prompt_token_ids=(5,), sampling=scoring, n=3), MODEL)
 
 
 @pytest.mark.parametrize("name", [*REALS, "logit_bias"])
