@@ -14,6 +14,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     worker_incarnation: int  # 0: no worker yet
     scheduler_incarnation: int
     state: SeatState
+    scheduler_left: bool = False  # the scheduler before that one ended because it was told to
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):

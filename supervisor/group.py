@@ -70,6 +70,7 @@ class SeatRecord:
     state: SeatState = "absent"
     incarnation: int = 0  # of its worker
     scheduler_incarnation: int = 0
+    scheduler_left: bool = False  # the one before that ended because it was told to
     fingerprint: str = ""
     expert_slots: int = 0  # of a layer, that its worker has room for at most; 0: any number
     leaving: bool = False  # is in no group from the next GO on
@@ -351,8 +352,8 @@ class Group:
 
     def _publish(self, epoch: int) -> list[Action]:
         seats = tuple(
-            Seat(seat.seat, seat.incarnation, seat.scheduler_incarnation, seat.state)
-            for seat in self.seats
+            Seat(s.seat, s.incarnation, s.scheduler_incarnation, s.state, s.scheduler_left)
+            for s in self.seats
         )
         topology = Topology(epoch, seats, self.placement, self.fingerprint)
         if topology == self.published:

@@ -158,7 +158,9 @@ class Lives:
             actions = self._core.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
         elif spec.kind == "scheduler" and self._core.supervising:
             # Its streams need not wait until it is reaped and the next one is started.
-            self._core.group.seats[spec.seat].scheduler_incarnation = process.incarnation + 1
+            seat = self._core.group.seats[spec.seat]
+            seat.scheduler_incarnation = process.incarnation + 1
+            seat.scheduler_left = process.kill_ns > 0
             actions = self._core.group.publish()
         return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
 

@@ -109,7 +109,7 @@ class Placement:
                 seat.total_blocks = 0  # its pool bounds nobody any more
             newest = max(seat.incarnation, told.scheduler_incarnation)
             if seat.peer and seat.vacant or newest > seat.incarnation:
-                self._replace_scheduler(seat, b"", newest)
+                self._replace_scheduler(seat, b"", newest, fell=not told.scheduler_left)
 
     def on_load(
         self, peer: bytes, load: SeatLoad, find: Callable[[str, int], Stream | None]
@@ -120,8 +120,10 @@ class Placement:
             self._moves.heard(seat, load, find)
             seat.total_blocks = load.total_blocks or seat.total_blocks
 
-    def _replace_scheduler(self, seat: Seat, peer: bytes, incarnation: int) -> None:
-        self._move_all(seat)
+    def _replace_scheduler(
+        self, seat: Seat, peer: bytes, incarnation: int, fell: bool = True
+    ) -> None:
+        self._move_all(seat, fell)
         seat.peer, seat.incarnation, seat.load = peer, incarnation, None
         seat.next_seq, seat.listed, seat.list_call, seat.not_before_ns = -1, False, 0, 0
         seat.handles.clear()

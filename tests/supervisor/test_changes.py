@@ -234,6 +234,8 @@ def test_a_process_is_replaced_and_that_is_no_failure() -> None:
     story = ask(running(), Restart(7, ("scheduler-1",), 60.0))
     assert [(k.name, k.signal) for k in story.take(Kill)] == [("scheduler-1", signal.SIGTERM)]
     ends(story, "scheduler-1")
+    told = [one.topology.seat(1) for one in story.actions if isinstance(one, Publish)]
+    assert told and all(seat is not None and seat.scheduler_left for seat in told)
     assert story.take(Spawn) == [Spawn("scheduler-1", 2)]
     story.wait(100).ready("scheduler-1")
     done = answer(story)

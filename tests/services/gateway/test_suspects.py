@@ -5,6 +5,7 @@ from gateway_desk import MS, Desk
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import RESTART_WINDOW_MS, RESTARTS_MAX
 from phalanx.protocol.messages import Final, Sampling, Submit
+from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway.entries import Fell, Op, Recovered
 from phalanx.services.gateway.streams import SUSPECT_FALLS
 from phalanx.services.gateway.suspects import FALLS_MAX
@@ -69,6 +70,23 @@ def test_however_many_are_poison_a_worker_dies_no_more_often_than_the_supervisor
     window_ns = RESTART_WINDOW_MS * MS
     most = max(sum(0 <= at - since < window_ns for at in falls) for since in falls)
     assert most <= RESTARTS_MAX
+
+
+def test_who_is_moved_because_somebody_asked_for_it_has_not_fallen() -> None:
+    """`phalanx restart` of one scheduler after the other ended a request that waited, at the seventh."""
+    desk = Desk(seats=1)
+    request = desk.start(Sampling(max_tokens=200))
+    stream = desk.core._find(request, 0)
+    assert stream is not None
+    for incarnation in range(2, FALLS_MAX + 4):
+        seat = Seat(0, 1, incarnation, "member", scheduler_left=True)
+        desk.core.on_topology(Topology(2, (seat,), b"", "f1"), desk.now)
+        desk.scheduler(0, incarnation)
+        *_, (peer, submit) = desk.submits()
+        assert peer == b"scheduler-0#%d" % incarnation and submit.resumed
+        assert stream.falls == 0 and not stream.suspect
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 99, "member"),), b"", "f1"), desk.now)
+    assert stream.falls == 1, "that one was not asked for"
 
 
 def test_how_often_a_request_fell_outlives_gateway_and_node() -> None:
