@@ -13,7 +13,8 @@ import click
 
 from phalanx.protocol.config import load_config, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
-from phalanx.supervisor.main import run_node, write_failure
+from phalanx.supervisor.lock import write_failure
+from phalanx.supervisor.run import run_node
 
 _AGAIN_S = 0.2
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from phalanx.protocol import arena
 from phalanx.protocol.config import node_name
-from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.errors import ExitCode, PhalanxError
 from phalanx.protocol.limits import OLD_NODE_MS
 from phalanx.protocol.rundir import LOCK_FILE, PID_FILE, write_whole
 
@@ -162,3 +163,11 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
+    """Leave word for whoever waits for the node: the command line reads it when we are gone. Without disk, or
+    without a directory, nobody is told more than the exit code."""
+    text = json.dumps({"code": int(code), "reason": reason})
+    with contextlib.suppress(OSError):
+        write_whole(run_dir / FAILED_FILE, f"{text}\n".encode())

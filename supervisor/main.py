@@ -1,8 +1,6 @@
 """The supervisor process: feeds the core with what happens and carries out what it decides."""
 
-import contextlib
 import gc
-import json
 import os
 import random
 import signal
@@ -11,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -22,16 +19,11 @@ from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import (
-    ArenaError,
     Code,
-    ConfigError,
     DecodeError,
     ExitCode,
-    PhalanxError,
 )
-from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.fault_table import SUPERVISOR_ROW, FaultRow, FaultTable
-from phalanx.protocol.futex import check_processor
 from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.link import receive_from, send_to
 from phalanx.protocol.log import follow_epoch, setup_logging
@@ -85,27 +77,23 @@ from phalanx.supervisor.events import (
     SetEpoch,
     ShutdownAsked,
     Spawn,
-    Spawned,
-    StandbyEnded,
-    StandbySeen,
     Stranded,
     Sweep,
     Tell,
     Troubled,
 )
-from phalanx.supervisor.files import CONFIG_GONE, Files, Tended
+from phalanx.supervisor.files import Files, Tended
 from phalanx.supervisor.group import Placements
 from phalanx.supervisor.inject import SUPERVISOR, Injector, SetFaults
 from phalanx.supervisor.later import Later
-from phalanx.supervisor.lives import describe_end
-from phalanx.supervisor.lock import FAILED_FILE, NodeBusy, NodeLock
-from phalanx.supervisor.placements import GroupPlacements, read_shape
-from phalanx.supervisor.processes import ProcessSpec, process_table
+from phalanx.supervisor.lock import NodeLock, write_failure
+from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child, Spawner, last_words
-from phalanx.supervisor.standbys import DELAY_MS, Standbys
+from phalanx.supervisor.starts import Starts
 from phalanx.supervisor.status import status
 from phalanx.supervisor.watch import Watch
 from phalanx.supervisor.weights import WeightsKeeper
+from phalanx.supervisor.words import propose, publish, set_epoch
 
 OnEvent = Callable[[Tell], None]
 TICK_MS = 100  # how often the core looks at the clock and at the heartbeats
@@ -117,95 +105,6 @@ _WARNINGS = frozenset(
 _DRAIN_S_MAX = 86_400.0
 _WORDS_S = 0.2  # for reading what a process said last: the disk may hang
 _TEND_S = 1.0  # for a look at the files that is under way when the node ends
-
-
-def run_node(config: NodeConfig, on_event: OnEvent = lambda event: None) -> ExitCode:
-    """Run the node in `config.run_dir` until it is told to stop; SIGTERM and SIGINT do that too.
-
-    Why a node failed stands in RUN_DIR/failed.json: {"code", "reason"}.
-
-    Args:
-        config: `model_dir` is resolved. Saved to the run directory, where the children read it.
-        on_event: told what happens as it happens, for a live display.
-
-    Raises:
-        NodeBusy: the run directory belongs to a live node.
-        PhalanxError: the node cannot start: configuration, checkpoint, shared memory.
-    """
-
-    def placements() -> Placements:
-        return GroupPlacements(*read_shape(config.model_path), config.ranks)
-
-    keep = config.device != "null" and config.worker.host_weights
-    return run_processes(config, process_table(config), placements, on_event, keep_weights=keep)
-
-
-def run_processes(
-    config: NodeConfig,
-    table: Sequence[ProcessSpec],
-    placements: Callable[[], Placements],
-    on_event: OnEvent = lambda event: None,
-    *,
-    keep_weights: bool = False,
-) -> ExitCode:
-    """`run_node` for any table of processes."""
-    check_processor()
-    run_dir = rundir.prepare(config.run_path)
-    beat_ns = _last_beat_ns(config.node)
-    lock = NodeLock(run_dir, lambda text: on_event(Tell("waiting", text=f"for {text}")))
-    rundir.forget_plans(run_dir)
-    try:
-        config.check()
-        _check_name_free(config)
-        _save(config)
-        silent_ms = (time.monotonic_ns() - beat_ns) / 1e6 if beat_ns else 0.0
-        node = Node(config, table, placements(), lock, on_event, silent_ms)
-        if keep_weights:
-            node.keep_weights(lock.children_fd)
-        return node.run()
-    except PhalanxError as error:
-        bad_input = isinstance(error, ConfigError)
-        write_failure(run_dir, ExitCode.BAD_INPUT if bad_input else ExitCode.UNHEALTHY, str(error))
-        raise
-    finally:
-        lock.release()
-
-
-def _save(config: NodeConfig) -> None:
-    try:
-        config.save()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {config.run_dir}: {error.strerror}") from error
-
-
-def _check_name_free(config: NodeConfig) -> None:
-    """Two containers may share /dev/shm and have a run directory each at the same path."""
-    # What was abandoned has just been swept, but for what the last gateway left to the next one.
-    if alive := [n for n in arena.names(config.node) if arena.kind_of(n) != arena.TOKENS]:
-        raise NodeBusy(
-            f"a node of another run directory at the path {config.run_dir} is running (shared memory"
-            f" {alive[0]} is in use), in another container: choose another --run-dir"
-        )
-
-
-def _last_beat_ns(node: str) -> int:
-    """When a supervisor that died here was last at work, as its board says that nobody has swept yet; 0: unknown."""
-    try:
-        board = Board.attach(node)
-    except ArenaError:
-        return 0
-    try:
-        return board.supervisor_beat_ns
-    finally:
-        board.close()
-
-
-def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
-    """Leave word for whoever waits for the node: the command line reads it when we are gone. Without disk, or
-    without a directory, nobody is told more than the exit code."""
-    text = json.dumps({"code": int(code), "reason": reason})
-    with contextlib.suppress(OSError):
-        rundir.write_whole(run_dir / FAILED_FILE, f"{text}\n".encode())
 
 
 class Node:
@@ -242,8 +141,11 @@ class Node:
         ] = []  # who asked for the shutdown: peer, call
         self._finished: Finished | None = None
         self._phases_told: set[tuple[str, str]] = set()
-        self._later = Later(lambda name: self._spawner.forks(self._core.processes[name].spec))
-        self._standbys = Standbys()
+        self._starts = Starts(
+            *(self._core, self._spawner, self._watch, board),
+            *(self._events, self._keep_config, self._log),
+        )
+        self._later = Later(self._starts.forks)
         self._interrupts = 0
         self._injector = Injector(
             config.fault_injection, random.Random(), self._core.processes, self._came_up
@@ -268,7 +170,7 @@ class Node:
         try:
             while self._finished is None:
                 self._listen()
-                self._take_forked()
+                self._starts.take_forked()
                 now_ns = self._board.supervisor_beat_ns = time.monotonic_ns()
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:
                     self._events.extend(self._watch.observe())
@@ -278,9 +180,13 @@ class Node:
                     observed_ns = now_ns
                     self._look_at_names()
                     self._look_at_files()
-                    self._look_at_standbys(now_ns)
+                    self._starts.reap_orphans(self._weights.pids if self._weights else ())
+                    if self._core.serving and not self._streams_wait:
+                        self._starts.look_at_standbys(now_ns)
                     if self._weights is not None and self._weights.look(now_ns):
-                        self._renew_standbys("worker")  # it makes them ready from what is held
+                        self._starts.renew_standbys(
+                            "worker"
+                        )  # it makes them ready from what is held
                 self._handle_events()
                 self._carry_out(self._core.tick(time.monotonic_ns()))
                 self._carry_out([*self._injector.due(time.monotonic_ns())])
@@ -433,24 +339,22 @@ class Node:
         for action in actions:
             match action:
                 case SetEpoch():
-                    self._set_epoch(action)
+                    set_epoch(self._board, action)
+                    if action.epoch % 2 == 0:
+                        self._later.group_runs(time.monotonic_ns())
                 case Publish():
-                    self._publish(action)
+                    publish(self._board, action)
                 case Propose():
-                    self._propose(action)
+                    propose(self._board, action)
                 case Doubt(seat, layer, expert):
                     self._board.seats[seat].doubt(layer, expert)
                 case Spawn() | Sweep() if self._streams_wait:
                     self._later.put_off(action, time.monotonic_ns())
                 case Kill(name, incarnation, number):
                     self._do_what_was_put_off()  # it may be for a child that is yet to start
-                    child = self._watch.children.get(name)
-                    if child is not None and child.incarnation == incarnation:
-                        child.kill(number)
-                    elif self._spawner.cancel(name, incarnation):
-                        self._events.append(Reaped(name, incarnation, -number, ""))
+                    self._starts.kill(name, incarnation, number)
                 case Spawn(name, incarnation):
-                    self._spawn(name, incarnation)
+                    self._starts.spawn(name, incarnation)
                 case Inspect(name, incarnation):
                     self._inspect(name, incarnation)
                 case Reply(peer, answer):
@@ -458,7 +362,7 @@ class Node:
                 case Resized(ranks):
                     self._resize(ranks)
                 case RenewStandbys():
-                    self._renew_standbys(delay_ms=0)  # somebody waits for them
+                    self._starts.renew_standbys(delay_ms=0)  # somebody waits for them
                 case CountStranded(seats):
                     self._events.append(Stranded(count_held(self._config.node, seats)))
                 case Send(name, incarnation, message):
@@ -480,77 +384,13 @@ class Node:
     def _spare_cpus(self) -> int:
         return len(os.sched_getaffinity(0)) - len(self._core.group.members)
 
-    def _set_epoch(self, action: SetEpoch) -> None:
-        epoch = action.epoch
-        if epoch % 2 == 0:
-            failpoint("supervisor.go.before_even")
-        self._board.set_epoch(epoch, list(action.seats), ends_steps=action.ends_steps)
-        if epoch % 2 == 0:
-            self._later.group_runs(time.monotonic_ns())
-        failpoint("supervisor.go.after_even" if epoch % 2 == 0 else "supervisor.stop.after_odd")
-
-    def _publish(self, publish: Publish) -> None:
-        going = self._board.epoch % 2 == 1
-        if going:
-            failpoint("supervisor.go.before_publish")
-        self._board.publish(publish.topology)
-        for seat in publish.seats:
-            self._board.seats[seat].bell.ring()
-        if going:
-            failpoint("supervisor.go.after_publish")
-
-    def _propose(self, propose: Propose) -> None:
-        if propose.proposal is None:
-            failpoint("supervisor.rebalance.before_withdraw")
-            self._board.withdraw()
-        else:
-            failpoint("supervisor.rebalance.before_propose")
-            self._board.propose(propose.proposal)
-        for seat in propose.seats:
-            self._board.seats[seat].bell.ring()
-        if propose.proposal is not None:
-            failpoint("supervisor.rebalance.after_propose")
-
     def _do_what_was_put_off(self) -> None:
         for action in self._later.take():
             match action:
                 case Spawn(name, incarnation):
-                    self._spawn(name, incarnation)
+                    self._starts.spawn(name, incarnation)
                 case Sweep():
                     self._sweep()
-
-    def _renew_standbys(self, kind: str = "", delay_ms: int = DELAY_MS) -> None:
-        """Those that are there; of one kind of process, or all."""
-        specs = [process.spec for process in self._core.processes.values()]
-        names = {spec.standby for spec in specs if kind in ("", spec.kind)}
-        forgotten = self._spawner.forget_standbys(names)
-        self._standbys.want(forgotten, time.monotonic_ns(), delay_ms)
-        self._events.extend(StandbySeen(name, ready=False) for name in sorted(forgotten))
-
-    def _want_standbys(self) -> None:
-        specs = [process.spec for process in self._core.processes.values()]
-        names = {spec.standby for spec in specs} - {""}
-        self._standbys.want(names, time.monotonic_ns())
-        self._events.extend(StandbySeen(name, ready=False) for name in sorted(names))
-
-    def _look_at_standbys(self, now_ns: int) -> None:
-        """Start those that are due, unless streams wait; take note of those that died, and of other orphans."""
-        children = [child.pid for child in self._watch.children.values()]
-        self._spawner.reap_orphans([*children, *(self._weights.pids if self._weights else ())])
-        if self._streams_wait or not self._core.serving:
-            return
-        for name in self._standbys.take_due(now_ns):
-            specs = (process.spec for process in self._core.processes.values())
-            self._spawner.prepare(next(spec for spec in specs if spec.standby == name))
-        for name in self._spawner.ready_standbys():
-            self._log.info("standby ready", about=name)
-            self._events.append(StandbySeen(name, ready=True))
-        for name, code, words in self._spawner.ended_standbys():
-            delay_ms = self._standbys.ended(name, now_ns)
-            how = describe_end(code, words)
-            self._events.append(StandbyEnded(name, how, delay_ms))
-            text = f"{how}; another one follows in {delay_ms / 1000:g} s"
-            self._log.warning("standby ended", about=name, text=text)
 
     def _resize(self, ranks: int) -> None:
         """Tell who starts from now on. Without disk they read the old number: their share of the memory
@@ -571,7 +411,7 @@ class Node:
         if event.kind == "node ready" and self._weights is not None:
             self._weights.start()
         if event.kind == "node ready":
-            self._want_standbys()
+            self._starts.want_standbys()
         phase = (event.process, event.text)
         if event.kind == "progress" and phase in self._phases_told:
             return
@@ -580,37 +420,6 @@ class Node:
         log = self._log.warning if event.kind in _WARNINGS else self._log.info
         fields = {"about": event.process, "text": event.text}
         log(event.kind, **{name: value for name, value in fields.items() if value})
-
-    def _spawn(self, name: str, incarnation: int) -> None:
-        spec = self._core.processes[name].spec
-        failpoint("supervisor.spawn.before")
-        if kept := self._keep_config():
-            self._log.warning(CONFIG_GONE, error=kept)
-        self._board.processes[spec.index].clear()
-        if spec.kind == "worker":  # nobody may take the old worker's answers for the new one's
-            row = self._board.seats[spec.seat]
-            row.worker_incarnation = row.stop_ack = row.go_ack = 0
-            row.placement_ready = row.placement_run = row.placement_slots = 0
-        try:
-            child = self._spawner.spawn(spec, incarnation)
-        except OSError as error:  # no room for a process or a pipe: the same as an early death
-            self._events.append(Reaped(name, incarnation, ExitCode.INTERNAL, str(error)))
-            return
-        if child is not None:
-            self._add(child)
-
-    def _add(self, child: Child, standby: str = "") -> None:
-        self._watch.add(child)
-        self._events.append(Spawned(child.spec.name, child.incarnation, child.pid, standby))
-
-    def _take_forked(self) -> None:
-        children, unforked = self._spawner.take_forked(time.monotonic_ns())
-        for child in children:
-            self._add(child, child.spec.standby)
-        for name, incarnation in unforked:
-            process = self._core.processes.get(name)
-            if process is not None and process.alive and process.incarnation == incarnation:
-                self._spawn(name, incarnation)
 
     def _inject(self, identity: bytes, request: Inject) -> None:
         living = {name: child.incarnation for name, child in self._watch.children.items()}

@@ -72,7 +72,7 @@ CONTROL = [
     "phalanx.scheduler_svc.main",
     "phalanx.kvstore_svc.main",
     "phalanx.eplb_svc.main",
-    "phalanx.supervisor.main",
+    "phalanx.supervisor.run",
     "phalanx.supervisor.cli",
 ]
 

@@ -7,7 +7,7 @@ from phalanx.protocol.errors import ExitCode
 from phalanx.supervisor.commands.common import errors, print_json
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.events import Tell
-from phalanx.supervisor.main import run_node
+from phalanx.supervisor.run import run_node
 
 _COLOURS = {"lost": "red", "failed": "red", "unhealthy": "yellow", "healthy": "green"}
 

@@ -10,7 +10,7 @@ from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.futex import Word
 from phalanx.supervisor.commands.doctor import _system
-from phalanx.supervisor.main import run_processes
+from phalanx.supervisor.run import run_processes
 
 
 @pytest.fixture

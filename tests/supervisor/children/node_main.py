@@ -10,9 +10,9 @@ from phalanx.protocol.errors import ExitCode
 from phalanx.supervisor import lock
 from phalanx.supervisor.events import Tell
 from phalanx.supervisor.lock import NodeBusy
-from phalanx.supervisor.main import run_processes
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.processes import process_table
+from phalanx.supervisor.run import run_processes
 
 
 def tell(event: Tell) -> None:
