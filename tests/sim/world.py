@@ -125,7 +125,7 @@ class World:
             node.checks.settled()
         elif not self.over:
             node.checks.ends_told()
-            node.checks.finished()
+            self.clock.after(0, node.checks.finished)  # the history's last word comes behind this
         if not self.over:
             self.clock.after(0, self.kill_node)
 
