@@ -16,10 +16,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from phalanx.protocol.config import HttpConfig
-from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.errors import Code, PhalanxError
+from phalanx.protocol.limits import CLIENT_STALL_MS
 from phalanx.protocol.log import Logger
 from phalanx.services.client_async import AsyncClient
 from phalanx.services.http import completions, errors, recipe
@@ -39,22 +40,38 @@ LONG_BODY_BYTES = 1 << 16
 _Body = Callable[[HttpError], dict[str, Any]]
 
 
+class Stalled(Exception):
+    """Whoever asked takes nothing of what he is sent."""
+
+
 class EventStream(StreamingResponse):
-    """Server-sent events; at their end, or when the client leaves, everything they hold is let go."""
+    """Server-sent events; at their end, or when the client leaves or takes nothing for CLIENT_STALL_MS, everything
+    they hold is let go: an end that never comes would keep its place from others."""
 
     def __init__(
         self,
         events: AsyncIterator[bytes],
         whole: contextlib.AsyncExitStack,
         headers: dict[str, str],
+        on_stall: Callable[[], None],
     ) -> None:
         more = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers | more, media_type="text/event-stream")
-        self._whole = whole
+        self._whole, self._on_stall = whole, on_stall
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_soon(message: Message) -> None:
+            try:
+                async with asyncio.timeout(CLIENT_STALL_MS / 1000):
+                    await send(message)
+            except TimeoutError as error:
+                raise Stalled from error
+
         async with self._whole:
-            await super().__call__(scope, receive, send)
+            try:
+                await super().__call__(scope, receive, send_soon)
+            except Stalled:  # the server closes the connection of an answer without an end
+                self._on_stall()
 
 
 @dataclass
@@ -140,11 +157,14 @@ class Server:
             reply = asked.reply()
             if asked.stream:
                 events = stream_of(running, reply, started, self.config.keep_alive_s, counted)
-                return EventStream(
-                    events,
-                    whole.pop_all(),
-                    headers,
-                )
+
+                def stalled() -> None:
+                    why = f"nothing was taken for {CLIENT_STALL_MS // 1000} s"
+                    failed = errors.of_code(Code.SLOW_CLIENT, why)
+                    counted.status = failed.status
+                    self.log.warning("failed", http_id=request_id, key=who, error=failed.text)
+
+                return EventStream(events, whole.pop_all(), headers, stalled)
             work = document_of(running, reply, started, counted)
             document = await self._while_connected(request, work)
             return _json(document, headers=headers)

@@ -1,11 +1,13 @@
 """Requests and readings of results for the tests of real nodes; the node itself is `phalanx.testing`."""
 
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 from phalanx.testing.node import PHALANX, Node, assert_whole, wait_for
 
-__all__ = ["PHALANX", "Node", "assert_whole", "others", "tokens", "wait_for"]
+__all__ = ["PHALANX", "Node", "assert_whole", "family", "others", "rss", "tokens", "wait_for"]
 
 Rows = dict[tuple[int, int], tuple[str, list[int], str]]
 
@@ -33,3 +35,29 @@ def others(count: int) -> list[dict[str, Any]]:
         }
         for i in range(count)
     ]
+
+
+def family(pid: int) -> dict[int, str]:
+    """The state of every process below this one, whoever knows of it: `Z` is a zombie."""
+    parents: dict[int, int] = {}
+    states: dict[int, str] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, *_ = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has just ended
+            continue
+        parents[int(path.parent.name)] = int(parent)
+        states[int(path.parent.name)] = state
+
+    def below(one: int) -> bool:
+        while one in parents and one != pid:
+            one = parents[one]
+        return one == pid
+
+    return {one: state for one, state in states.items() if one != pid and below(one)}
+
+
+def rss(pid: int) -> int:
+    """Bytes in memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE")

@@ -1,7 +1,6 @@
 """The real gateway process: killed, drained, fed with garbage, asked by thousands at once."""
 
 import asyncio
-import os
 import sqlite3
 import stat
 import time
@@ -16,6 +15,7 @@ import pytest
 import zmq
 from gateway_node import GatewayNode, wait_for
 
+from e2e.node import rss
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import GatewayConfig
 from phalanx.protocol.errors import Code, Refused
@@ -461,12 +461,6 @@ def rightly(seed: int, count: int) -> list[int]:
     """The first tokens of a stream of the test above."""
     prompt = array("i", [seed]).tobytes()
     return [token_at(derive_seed(seed, 0), prompt, at) for at in range(count)]
-
-
-def rss(pid: int) -> int:
-    """Bytes in memory of a process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
 
 
 @pytest.mark.timed

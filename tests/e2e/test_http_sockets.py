@@ -1,0 +1,84 @@
+"""HTTP as sockets see it: a reader that takes nothing, a port that is taken."""
+
+import json
+import re
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from e2e.node import Node, rss, wait_for
+from phalanx.protocol.limits import CLIENT_STALL_MS
+
+pytestmark = pytest.mark.process
+
+ASK: Any = {"model": "random-tiny", "messages": [{"role": "user", "content": "Hello"}], "seed": 5}
+ROOM = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def node(start_node: Callable[..., Node]) -> Node:
+    return start_node(1, "--device", "null", "--http", 0)
+
+
+@pytest.fixture(scope="module")
+def at(node: Node) -> tuple[str, int]:
+    found = json.loads((node.run_dir / "http.json").read_text())
+    return found["host"], found["port"]
+
+
+def answer(at: tuple[str, int]) -> Any:
+    url = f"http://{at[0]}:{at[1]}/v1/chat/completions"
+    body = ASK | {"max_tokens": 50, "ignore_eos": True}
+    return httpx.post(url, json=body, timeout=60).json()["choices"]
+
+
+def metric(at: tuple[str, int], name: str) -> float:
+    told = httpx.get(f"http://{at[0]}:{at[1]}/metrics", timeout=30).text
+    found = re.search(rf"^{re.escape(name)} (\S+)$", told, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_a_port_that_is_taken_is_told_and_harms_nobody(node: Node, at: tuple[str, int]) -> None:
+    calm = answer(at)
+    with tempfile.TemporaryDirectory(prefix="ph", dir="/tmp") as folder:
+        second = Node(Path(folder))
+        second("up", "--ranks", 1, "--device", "null", "--detach", "--http", at[1], code=2)
+        reason = json.loads((second.run_dir / "failed.json").read_text())["reason"]
+        assert f"port {at[1]}: [Errno 98]" in reason and "choose another with --http" in reason
+        assert second.names() == [] and not list(second.run_dir.glob("*.sock"))
+    assert answer(at) == calm and node.healthy()
+
+
+@pytest.mark.soak
+def test_a_reader_that_takes_nothing_loses_its_stream_and_its_place(
+    node: Node, at: tuple[str, int]
+) -> None:
+    calm = answer(at)
+    body = json.dumps(ASK | {"max_tokens": 8000, "n": 8, "stream": True, "ignore_eos": True})
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    process = node.process("http")
+    assert process is not None
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect(at)
+        stalled.sendall((head + body).encode())
+        assert stalled.recv(12) == b"HTTP/1.1 200"
+        began, held = time.monotonic(), rss(process.pid)
+        assert metric(at, "phalanx_http_running") == 1
+        while metric(at, "phalanx_http_running"):
+            assert answer(at) == calm, "others are served"
+            assert time.monotonic() < began + 3 * CLIENT_STALL_MS / 1000
+            time.sleep(0.5)
+        assert time.monotonic() > began + CLIENT_STALL_MS / 1000
+        ended = 'phalanx_http_requests_total{path="/v1/chat/completions",status="408"}'
+        assert metric(at, ended) == 1
+        assert rss(process.pid) < held + ROOM
+        wait_for(node.whole, 20, "nothing runs for it")
+    now = node.process("http")
+    assert now is not None and now.pid == process.pid and node.healthy()
