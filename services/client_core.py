@@ -305,12 +305,12 @@ class ClientCore:
         self._send(Attach(call, flow.request_id, offsets, proof, told))
 
     def _repeat(self, flow: Flow, now_ns: int) -> None:
-        if flow.aborting and flow.accepted:
-            self._send(Abort(self._call(flow), flow.request_id))
         if flow.accepted or flow.generate is None:
             self._send_attach(flow, now_ns)
         else:
             self._send_generate(flow, now_ns)
+        if flow.aborting and flow.accepted:  # it ends where the reader is, so that is told first
+            self._send(Abort(self._call(flow), flow.request_id))
 
     def _on_accepted(self, flow: Flow, message: Accepted, now_ns: int) -> None:
         if flow.done:

@@ -300,6 +300,19 @@ def test_an_abort_before_acceptance_follows_it() -> None:
     assert flow.results()[0].finish_reason == "abort"
 
 
+def test_another_gateway_hears_what_is_here_before_the_abort() -> None:
+    """It ends there, and not at nothing."""
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(delta(0, 5, 6))
+    line.core.abort(flow, line.now)
+    assert [type(m) for m in line.sent()] == [Abort]
+    line.passes(500, alive=1)
+    attach, abort = line.passes(200, alive=2)
+    assert isinstance(attach, Attach) and attach.offsets == (2,) and isinstance(abort, Abort)
+
+
 def test_what_is_accepted_after_its_deadline_is_aborted() -> None:
     line = Line()
     flow = line.start(timeout_ms=200)

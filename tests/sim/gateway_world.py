@@ -648,6 +648,7 @@ def check_flow(spec: Spec, flow: Flow) -> None:
         if final.finish_reason == "abort":
             assert flow.aborting
             assert got == right.tokens[: len(got)]
+            assert final.offset == len(got) == final.usage.completion_tokens
             continue
         text = "".join(one.texts) + final.text
         assert (got, text, final.finish_reason) == (right.tokens, right.text, right.reason)

@@ -60,6 +60,15 @@ def test_an_abort_is_told_to_a_reader_whose_tokens_are_not_compared_yet() -> Non
     assert (final.finish_reason, final.offset, final.digest) == ("abort", 2, b"")
 
 
+def test_an_abort_that_comes_before_the_reader_ends_where_he_is() -> None:
+    """It was on its way to the gateway before, and the reader has more than this one knows of."""
+    desk = restarted(Recovered(entry()))
+    desk.asks(Abort(1, R))
+    desk.asks(Attach(2, R, (2,), (tokens_digest(0, (10, 11)),)))
+    (final,) = finals(desk.told())
+    assert (final.finish_reason, final.offset, final.usage) == ("abort", 2, Usage(1, 2))
+
+
 def test_after_the_loss_of_the_node_a_stream_goes_on_where_the_client_is() -> None:
     desk = restarted(Recovered(entry()))
     desk.asks(Attach(1, R, (2,), (tokens_digest(0, (10, 11)),)))
