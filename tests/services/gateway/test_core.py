@@ -2,6 +2,7 @@
 
 import struct
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,6 +51,7 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.topology import Seat, Topology
+from phalanx.services.gateway import admission
 from phalanx.services.gateway import streams as streams_module
 from phalanx.services.gateway.entries import Accept, Again, Entry, Finish, Forget, Recovered
 from phalanx.services.gateway.suspects import FALLS_MAX
@@ -117,6 +119,27 @@ def test_a_refusal_touches_nothing() -> None:
     (error,) = desk.told()
     assert isinstance(error, Error) and "999" in error.message
     assert desk.core.idle
+
+
+@pytest.mark.parametrize("place", ["check", "resolve"])
+def test_a_bug_that_one_request_meets_refuses_that_one(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were it raised, the gateway would fall, and so would the next one, which is asked the same."""
+    right = getattr(admission, place)
+
+    def wrong(*given: Any, **more: Any) -> Any:
+        sampling = given[0].sampling if place == "check" else given[0]
+        return (1 // (sampling.max_tokens - 13) or True) and right(*given, **more)
+
+    monkeypatch.setattr(admission, place, wrong)
+    desk = Desk()
+    desk.asks(Generate(9, prompt_token_ids=(5,), sampling=Sampling(max_tokens=13)))
+    (error,) = desk.told()
+    assert isinstance(error, Error) and (error.call, error.code) == (9, Code.INTERNAL)
+    assert "ZeroDivisionError" in error.message
+    assert not desk.bus and not desk.ops and desk.core.idle
+    assert desk.start(Sampling(max_tokens=12)) and len(desk.submits()) == 1
 
 
 def test_one_that_fits_only_a_busy_rank_does_not_hold_up_the_others() -> None:
