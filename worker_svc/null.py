@@ -27,7 +27,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 class NullBackend:
-    """Offers the model's vocabulary and lengths, and as many blocks as anyone could want."""
+    """Offers the model's vocabulary and lengths, and as many blocks as anyone could want unless told how many."""
 
     fingerprint = "null"
 
@@ -41,6 +41,7 @@ class NullBackend:
         self._num_slots = config.scheduler.max_num_seqs
         # Without a model each token is as likely as any other; the number is what its records hold, a float32.
         self._even = np.float32(-math.log(self._vocab))
+        self._num_blocks = config.worker.num_blocks or _NUM_BLOCKS
         self._incarnation = service.incarnation
         name = arena_name(config.node, f"kv{service.seat}", service.incarnation)
         self._arena = Arena.create(name, _RECORD_BYTES, f"worker-{service.seat}")
@@ -49,7 +50,7 @@ class NullBackend:
     def hello(self) -> WorkerHello:
         return WorkerHello(
             worker_incarnation=self._incarnation,
-            num_blocks=_NUM_BLOCKS,
+            num_blocks=self._num_blocks,
             num_slots=self._num_slots,
             max_model_len=self._max_len,
             vocab_size=self._vocab,
