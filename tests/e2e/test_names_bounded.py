@@ -1,4 +1,4 @@
-"""A scheduler that dies again and again leaves nothing in shared memory: names and bytes stay what they were."""
+"""Who dies again and again leaves nothing in shared memory: names and bytes stay what they were."""
 
 import os
 import signal
@@ -13,8 +13,18 @@ pytestmark = pytest.mark.process
 DEATHS = 3
 
 
-def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(control: Field) -> None:
-    node = control.healthy_node(*["scheduler-1"] * DEATHS)
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "scheduler-1",
+        *(
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("worker-1", "gateway", "tokenizer-0", "kvstore", "eplb")
+        ),
+    ],
+)
+def test_what_crashes_does_not_pile_up_in_shared_memory(control: Field, victim: str) -> None:
+    node = control.healthy_node(*[victim] * DEATHS)
 
     def kinds() -> list[str]:
         return sorted(name.rsplit("-", 2)[1] for name in node.names())
@@ -26,19 +36,19 @@ def test_schedulers_that_crash_do_not_pile_up_in_shared_memory(control: Field) -
 
     def crash() -> None:
         for _ in range(DEATHS):
-            found = node.process("scheduler-1")
+            found = node.process(victim)
             assert found is not None
             os.kill(found.pid, signal.SIGKILL)
 
             def back(dead: int = found.pid) -> bool:
                 most[0] = max(most[0], len(node.names()))
-                now = node.process("scheduler-1")
+                now = node.process(victim)
                 return now is not None and now.pid != dead and now.state == "ready"
 
-            wait_for(back, 60, "another scheduler")
+            wait_for(back, 60, f"another {victim}")
 
     assert node.run(control.specs, crash) == control.fault_free
     node.wait_healthy()
     wait_for(lambda: kinds() == before, 20, "as many names as before")
     assert nbytes() == size
-    assert most[0] <= len(before) + 4, "nor in between: the queue and the link of one that is gone"
+    assert most[0] <= len(before) + 4, "nor in between: what belonged to one that is gone"
