@@ -37,6 +37,7 @@ Socket = zmq.Socket[bytes]
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _FILES_NS = 200_000_000  # between two looks whether our sockets' files are there
+_LAST_WORDS_S = 0.5  # that one which crashed waits for its log: health says what stands there
 _MESSAGES_PER_TURN = 256  # so that a flood on one socket starves neither heartbeat nor stop
 
 
@@ -239,9 +240,11 @@ def run(serve: Serve, prepare: Callable[[NodeConfig], Serve] | None = None) -> N
             _end_misconfigured(log, error)
         except NoRoom as error:
             log.error("no room", error=str(error))
+            flush_log(_LAST_WORDS_S)
             os._exit(ExitCode.NO_ROOM)
         except Exception:  # the top of the process: say why, let the supervisor restart us
             log.exception("crashed")
+            flush_log(_LAST_WORDS_S)
             sys.stderr.flush()
             os._exit(ExitCode.INTERNAL)  # no cleanup: shared state may be what is broken
         service.close()
