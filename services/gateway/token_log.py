@@ -164,7 +164,6 @@ class TokenLog:
                 self._go_on(self._next)
         except OSError as error:
             self.close(keep=False)  # half of it would help nobody, and others need the room
-            self._forget_old()
             self._again_ns = now_ns + AGAIN_NS
             if not self._failing:
                 self._log.warning(
@@ -180,6 +179,8 @@ class TokenLog:
             if file is not None:
                 file.close(keep)
         self._file = self._next = None
+        if not keep:
+            self._forget_old()
 
     @property
     def _is_full(self) -> bool:

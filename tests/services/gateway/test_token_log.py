@@ -236,6 +236,7 @@ def test_the_next_file_is_made_beside_the_streams(
     again.recall(told.produced)
     assert again.tokens == stream.tokens and again.logprobs == stream.logprobs
     log.close(keep=False)
+    assert names(node) == [], "nor what was kept until the new one is whole"
 
 
 def test_what_others_need_of_dev_shm_is_not_for_the_log(
