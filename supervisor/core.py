@@ -230,7 +230,8 @@ class SupervisorCore:
         reasons = tuple(self.reasons())
         if self.ready_s < 0 and not self.missing():
             self.ready_s = (now_ns - self.started_ns) / 1e9
-            told.append(Tell("node ready", text=f"{self.ready_s:.2f} s"))
+            text = f"{self.ready_s:.2f} s"
+            told.append(Tell("node ready", text=text, phases=tuple(self.phases)))
             self.history.whole(self.phases, now_ns)
         health = (not reasons, self.group.epoch, reasons)
         if health != self._health:

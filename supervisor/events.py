@@ -12,6 +12,7 @@ from phalanx.protocol.messages import (
     HandOver,
     HealthUpdate,
     HistoryEntry,
+    PhaseTime,
     Rebalance,
     Rebalanced,
     Restart,
@@ -360,6 +361,7 @@ class Tell:
     process: str = ""
     text: str = ""
     fraction: float = -1.0
+    phases: tuple[PhaseTime, ...] = ()  # of the node's start, when it is ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """`phalanx up` without --detach: the supervisor runs here and tells the terminal what happens."""
 
 import time
+from collections.abc import Sequence
 
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.messages import PhaseTime
 from phalanx.supervisor.commands.common import errors, print_json
+from phalanx.supervisor.commands.node import http_address
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.events import Tell
 from phalanx.supervisor.run import run_node
@@ -33,7 +36,7 @@ class Narrator:
             self._phases.pop(event.process, None)
         if event.kind == "node ready":
             self._spinner.stop()
-            self._announce()
+            self._announce(event.phases)
         if not self._as_json:
             colour = _COLOURS.get(event.kind, "default")
             since = time.monotonic() - self._started
@@ -44,12 +47,13 @@ class Narrator:
     def close(self) -> None:
         self._spinner.stop()
 
-    def _announce(self) -> None:
+    def _announce(self, phases: Sequence[PhaseTime]) -> None:
         config = self._config
         ready_s = round(time.monotonic() - self._started, 3)
         if self._as_json:
-            ready = {"ready_s": ready_s, "ranks": config.ranks, "phases": []}
-            print_json({"run_dir": config.run_dir, **ready})
+            ready = {"ready_s": ready_s, "ranks": config.ranks, "phases": phases}
+            at = {"http": http_address(config)}
+            print_json({"run_dir": config.run_dir, **ready, **at})
         else:
             errors.print(
                 f"[bold]{config.model}[/] on {config.ranks} ranks in {config.run_dir};"
