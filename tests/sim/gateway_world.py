@@ -724,7 +724,9 @@ def random_spec(rng: random.Random) -> Spec:
             prompt_logprobs=len(prompt) % 3,
             max_tokens=0 if sampling.max_tokens == 1 else sampling.max_tokens,
         )
-    return Spec(prompt, sampling, n=rng.choice([1, 1, 1, 2, 4]), stream=rng.random() < 0.8)
+    n, stream = rng.choice([1, 1, 1, 2, 4]), rng.random() < 0.8
+    # Of a prompt that is only scored there is one sequence: others are refused.
+    return Spec(prompt, sampling, n=1 if sampling.max_tokens == 0 else n, stream=stream)
 
 
 def run_seed(seed: int, core: type[Core] = Core, requests: int = 12) -> World:
