@@ -246,6 +246,8 @@ class History:
 
     def follow(self, records: Sequence[EpochRecord], now_ns: int) -> None:
         """Tell of changes of the group that are over, and of the ranks that joined by them."""
+        if not records or records[-1].epoch <= self._told_epoch:
+            return  # mostly: this is asked after every event
         for record in [record for record in records if record.epoch > self._told_epoch]:
             self._told_epoch = record.epoch
             self._ids += 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.protocol.board import Board, ProcessPhase
+from phalanx.supervisor.events import PipeClosed
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child
 from phalanx.supervisor.watch import Watch
@@ -44,7 +45,8 @@ def test_a_death_is_seen_although_the_pipe_stays_open(board: Board, tmp_path: Pa
     assert watch.wait(10) == ([], [], False)
     holder.kill()
     deaths, ended, _ = watch.wait(10_000)  # both may show at once, but not the end alone
-    assert [(death.name, death.incarnation) for death in deaths] == [("worker-0", 3)]
+    found = [(death.name, death.incarnation, death.by) for death in deaths]
+    assert found == [("worker-0", 3, "death mark")]
     deadline = time.monotonic() + 10
     while not ended:
         assert time.monotonic() < deadline
@@ -67,11 +69,11 @@ def test_without_a_mark_the_pipe_tells(board: Board, tmp_path: Path) -> None:
     watch.add(Child(spec, 1, process, read_end, os.pidfd_open(process.pid), tmp_path / "out", 0))
     assert watch.wait(10) == ([], [], False)
     process.kill()
-    deaths: list[object] = []
+    deaths: list[PipeClosed] = []
     ended: list[Child] = []
     while not (deaths and ended):
         more, gone, _ = watch.wait(10_000)
         deaths, ended = deaths + [*more], ended + gone
-    assert len(deaths) == 1
+    assert [death.by for death in deaths] == ["death pipe"]
     assert watch.remove(ended[0]) == -9
     watch.close()
