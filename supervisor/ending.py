@@ -164,4 +164,5 @@ class Ending:
         left = (*self._left, *(f"{name} (does not die)" for name in stuck))
         how = "; ".join((describe_end(self._core.code, ""), *left))
         self._core.history.stopped(how, now_ns)
-        return [Sweep(), Finished(self._core.code, self._core.failed, left)]
+        told = self._core.history.take()  # nothing follows the last action
+        return [Sweep(), *told, Finished(self._core.code, self._core.failed, left)]

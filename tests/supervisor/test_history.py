@@ -14,6 +14,7 @@ from phalanx.supervisor.events import (
     BecameReady,
     Began,
     ChangeAsked,
+    Finished,
     Inspected,
     PipeClosed,
     Progressed,
@@ -216,6 +217,8 @@ def test_the_end_of_the_node_ends_what_is_under_way() -> None:
     assert (stop.cause, stop.outcome) == ("told to stop", "exit code 0 OK")
     assert phases(stop) == {"drain": 0.03, "stop": 0.0}
     assert {e.kind for e in told(story)} == {"process", "stop"}, "who was told to end is no loss"
+    order = [type(action) for action in story.actions if isinstance(action, Record | Finished)]
+    assert order.index(Finished) == len(order) - 1, "nobody listens after that"
 
 
 def test_a_gateway_that_falls_while_it_drains() -> None:
