@@ -29,6 +29,9 @@ pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 # A plan whenever it gains anything at all, and soon.
 EPLB = {"period_s": 0.2, "min_rows": 8, "margin": 0.0}
+SCRUB_EVERY_S = (
+    0.01  # what is copied has the right bits: with a finding the node would not be healthy
+)
 SEED = seed_of_run("MOVING_SEED")
 DEATHS = [
     *((name, f"worker-{rank}") for name in REBALANCE for rank in (0, 2)),
@@ -42,7 +45,8 @@ ASKED = specs(40)
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     config = tmp_path_factory.mktemp("moving") / "config.json"
-    config.write_text(json.dumps({"eplb": EPLB, "tokenizers": 1}))
+    every = {"eplb": EPLB, "tokenizers": 1, "worker": {"scrub_every_s": SCRUB_EVERY_S}}
+    config.write_text(json.dumps(every))
     return "--inject", "--config", str(config)
 
 
@@ -96,7 +100,7 @@ def applied(node: Node) -> int:
 
 
 def test_plans_are_applied_and_no_token_changes(moving: Node, fault_free: Streams) -> None:
-    pids = moving.pids("worker")
+    pids, checked = moving.pids("worker"), moving.look().scrubbed_experts
     load(moving, lambda: applied(moving) > 0, "a plan is applied")
     assert moving.run(ASKED) == fault_free
     assert moving.pids("worker") == pids and moving.look().epoch == 2, "nobody noticed"
@@ -106,6 +110,7 @@ def test_plans_are_applied_and_no_token_changes(moving: Node, fault_free: Stream
     assert first["after"] < first["before"] and first["copy_ms"] > 0
     (shown,) = moving("eplb", "show")
     assert shown["applied"] > 0 and len(shown["layers"]) == 10
+    assert moving.look().scrubbed_experts.slots > checked.slots
     check(moving)
 
 
