@@ -36,6 +36,17 @@ class NoNode(PhalanxError):
         super().__init__(f"no node is running in {run_dir}; start one with: phalanx up")
 
 
+class NodeGone(NoNode):
+    """There was one, and it ended before it answered."""
+
+    def __init__(self, run_dir: Path) -> None:
+        PhalanxError.__init__(
+            self,
+            f"the node in {run_dir} ended before it answered; if that was no clean stop, `phalanx up` there goes on"
+            " with its requests",
+        )
+
+
 class NoAnswer(PhalanxError):
     """The time is up: no answer came, or what was asked for was not done by then."""
 
@@ -63,8 +74,8 @@ def ask(
 ) -> R:
     """Send one question and return its answer.
 
-    Raises NoNode at once when no supervisor lives there, NoAnswer when the time is up, ConfigError
-    when the question is wrong, PhalanxError when it is refused for another reason.
+    Raises NoNode at once when no supervisor lives there, NodeGone when it ends meanwhile, NoAnswer when the
+    time is up, ConfigError when the question is wrong, PhalanxError when it is refused for another reason.
     """
     if not is_running(run_dir):
         raise NoNode(run_dir)
@@ -81,7 +92,7 @@ def ask(
                 repeat_at = now + COMMAND_RETRY_MS / 1000
             if not socket.poll(int(min(deadline - now, 0.25) * 1000) + 1, zmq.POLLIN):
                 if not is_running(run_dir):
-                    raise NoNode(run_dir)
+                    raise NodeGone(run_dir)
                 continue
             for message in map(decoder.decode, receive(socket, 1)):
                 if isinstance(message, answer) and getattr(message, "call", None) == question.call:

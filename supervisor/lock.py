@@ -112,6 +112,16 @@ def clean(run_dir: Path) -> list[str]:
     return swept + arena.sweep_if_dead(run_dir.name)
 
 
+def sweep_dead(run_dir: Path) -> tuple[str, ...]:
+    """What a supervisor that died left behind is removed, once its processes are gone. Returns names, none
+    after a clean stop. What the next start goes on from stays. Raises NodeBusy."""
+    died = (run_dir / PID_FILE).exists()  # else it removed that itself
+    lock = NodeLock(run_dir)
+    lock.release()
+    swept = tuple(f"{name} (swept)" for name in lock.swept)
+    return ("supervisor (died)", *swept) if died else swept
+
+
 def holders(run_dir: Path) -> list[int]:
     """Processes that hold the lock on the run directory: of the node there, or of one whose supervisor was
     killed."""

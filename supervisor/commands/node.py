@@ -22,7 +22,7 @@ from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS, STOPPED_MS
 from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
 from phalanx.protocol.rundir import LOG_DIR, is_running, prepare
 from phalanx.services.http.address import read_address, url
-from phalanx.supervisor.ask import NoAnswer, NoNode, ask, find_run_dir
+from phalanx.supervisor.ask import NoAnswer, NodeGone, NoNode, ask, find_run_dir
 from phalanx.supervisor.commands.common import (
     check_seconds,
     console,
@@ -34,7 +34,7 @@ from phalanx.supervisor.commands.common import (
 )
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.headway import Headway, share, waiting_for
-from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node
+from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node, sweep_dead
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
@@ -270,7 +270,10 @@ def private_node(
 
 def stop_node(run_dir: Path, drain_s: float) -> tuple[str, ...]:
     """Tell the node to stop and wait until it has; returns what had to be killed or swept. Raises as `ask`."""
-    done = ask(run_dir, Shutdown(1, drain_s), ShutdownDone, drain_s + STOPPED_MS / 1000)
+    try:
+        done = ask(run_dir, Shutdown(1, drain_s), ShutdownDone, drain_s + STOPPED_MS / 1000)
+    except NodeGone:
+        return sweep_dead(run_dir)
     return done.left
 
 
