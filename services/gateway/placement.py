@@ -32,7 +32,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.topology import Topology
 from phalanx.services.gateway.entries import Placed
 from phalanx.services.gateway.moves import Moves
-from phalanx.services.gateway.seats import Seat, Seats, need_of
+from phalanx.services.gateway.seats import Need, Seat, Seats, need_of
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Place, Stream
 from phalanx.services.gateway.suspects import FALLS_MAX, Suspects
 
@@ -188,9 +188,8 @@ class Placement:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
         self.seats.pausing = self._suspects.pausing(now_ns)
         self.seats.trying = self._suspects.trying()
-        self._place_waiting(
-            now_ns, resumed=True
-        )  # before others are asked for because of their room
+        # Who comes back, or lost its rank, goes before others are asked for because of the same room.
+        self._place_waiting(now_ns, resumed=True)
         self._moves.ask(now_ns)
         pinned, self._pinned = self._pinned, []
         for stream in pinned:
@@ -203,8 +202,9 @@ class Placement:
 
     def _place_waiting(self, now_ns: int, resumed: bool = False) -> None:
         """In their order; but one whose only seats are busy does not hold up those that may go elsewhere.
-        `resumed`: no arrivals."""
+        `resumed`: no arrivals, and those that can start at once before the others, behind which they would wait."""
         held_up: list[tuple[bool, int, int, Stream]] = []
+        tight: list[tuple[bool, int, int, Stream]] = []
         while self._waiting and len(held_up) < HELD_UP_MAX:
             if resumed and self._waiting[0][0]:
                 break
@@ -213,15 +213,27 @@ class Placement:
             if stream.final is not None or stream.place is not None or stream.end is not None:
                 continue
             seat = self._seat_for(stream, now_ns)
+            if seat is not None and resumed and not seat.has_room(self._need(stream, seat, now_ns)):
+                tight.append(entry)
+                continue
             if seat is not None:
-                self._submit(stream, seat, now_ns)
-                self._newest, self._newest_ns = (stream.request_id, seat.number), now_ns
+                self._place(stream, seat, now_ns)
                 continue
             held_up.append(entry)
             if not self.seats.any_open(now_ns, resumed=stream.resumed):
                 break
+        for entry in tight:
+            seat = self._seat_for(entry[-1], now_ns)
+            if seat is not None:
+                self._place(entry[-1], seat, now_ns)
+            else:
+                held_up.append(entry)
         for entry in held_up:
             heapq.heappush(self._waiting, entry)
+
+    def _place(self, stream: Stream, seat: Seat, now_ns: int) -> None:
+        self._submit(stream, seat, now_ns)
+        self._newest, self._newest_ns = (stream.request_id, seat.number), now_ns
 
     def _try_suspects(self, now_ns: int) -> None:
         while (stream := self._suspects.next()) is not None:
@@ -265,6 +277,11 @@ class Placement:
         newest = self._newest == (stream.request_id, number)
         return newest and (self._newest_ns == now_ns or not stream.resumed)
 
+    def _need(self, stream: Stream, seat: Seat, now_ns: int) -> Need:
+        """What it would take of this seat's blocks."""
+        follows = self._follows(stream, seat.number, now_ns)
+        return need_of(stream).beside(stream.num_prompt_blocks if follows else 0)
+
     def take_ended(self) -> list[Stream]:
         """Streams that need no seat any more: their tokens say that they have ended."""
         taken, self._ended = self._ended, []
@@ -278,8 +295,7 @@ class Placement:
         )
         seat.streams[stream.number] = stream
         stream.seat = seat.number
-        follows = self._follows(stream, seat.number, now_ns)
-        need = need_of(stream).beside(stream.num_prompt_blocks if follows else 0)
+        need = self._need(stream, seat, now_ns)
         self._moves.placed(stream, stream.place, seat, need, now_ns)
         self._calls[self._last_call] = stream
         self._note_place(stream, seat)

@@ -68,7 +68,7 @@ SHAPE: dict[str, Any] = {
     "clients": 1,
     "max_open": 1000,
     "faults_ns": BEGIN_NS + 2 * WHOLE_NS,
-    "load_ms": (90, 350),
+    "load_ms": (60, 150),
 }
 Name = tuple[str, int]
 
@@ -127,8 +127,8 @@ class CrowdedWorld(World):
         rng = self.rng
         self.streams = [self._stream(rng, position) for position in range(STREAMS)]
         self.clock.after(BEGIN_NS, self._begin_all)
-        most = 0.3 if self._pair else 0.8
-        self.clock.after(BEGIN_NS + int(rng.uniform(0.05, most) * WHOLE_NS), self._strike)
+        share = rng.uniform(0.2, 0.4) if self._pair else rng.uniform(0.05, 0.8)
+        self.clock.after(BEGIN_NS + int(share * WHOLE_NS), self._strike)
 
     def _stream(self, rng: random.Random, position: int) -> Spec:
         """As in `bench/recovery_load.py`."""
@@ -173,9 +173,8 @@ class CrowdedWorld(World):
         cores = {body.seat: body.core for body in node.schedulers()}
         pools = [core.rank.pool for core in cores.values()]
         self.used = max([pool.used / pool.total for pool in pools])
-        victim = self.rng.randrange(RANKS)
-        if self._pair:
-            victim = next(seat for seat, core in cores.items() if _pair(core.sequences.values()))
+        pairs = [seat for seat, core in cores.items() if _pair(core.sequences.values())]
+        victim = pairs[0] if self._pair else self.rng.randrange(RANKS)
         self.struck_ns = self.now_ns
         self.moved = {one.key for one in cores[victim].sequences.values() if one.num_outputs > 1}
         node.story.append(f"{self.now_ns / 1e9:.3f} worker-{victim} falls")

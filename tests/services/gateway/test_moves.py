@@ -329,6 +329,21 @@ def test_two_of_one_request_go_to_one_rank_and_share_the_blocks_of_their_prompt_
     assert desk.core._placement.seats.by_number[1].promised_blocks.now == 3 + 1
 
 
+def test_of_a_lost_rank_those_that_can_start_elsewhere_go_before_those_that_cannot() -> None:
+    """Where the large one waited first, nobody behind it would start."""
+    desk = Two()
+    desk.load(0, room=100)
+    for prompt in (PROMPT, (5,), PROMPT[:200]):
+        ((seat, _),) = desk.ask(prompt=prompt)
+        assert seat == 0
+    desk.load(1, room=2)
+    desk.core.on_topology(
+        Topology(4, (Seat(0, 2, 1, "lost"), Seat(1, 1, 1, "member")), b"", "f1"), desk.now
+    )
+    desk.turn()
+    assert [len(submit.prompt) // 4 for _, submit in desk.placed()] == [1, 300, 200]
+
+
 def test_a_rank_may_be_filled_where_all_have_room_to_their_ends() -> None:
     desk = Two()
     (first,) = stuck_at_0(desk)
