@@ -60,7 +60,9 @@ class Onlooker:
     def _asked_back(self, asked: HandBack) -> None:
         for request_id, index, attempt in asked.sequences:
             known = self.core.sequences.get((request_id, index))
-            if known is not None and known.attempt == attempt and known.slot >= 0:
+            if known is None or known.attempt != attempt or known.finish is not None:
+                continue  # one that has just ended keeps its slot until its step is over
+            if known.slot >= 0:
                 self._begun.append(known)
 
     def said(self, message: Tokens) -> None:
