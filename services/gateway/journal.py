@@ -16,6 +16,7 @@ from pathlib import Path
 
 from phalanx.protocol import faults
 from phalanx.protocol.failpoints import failpoint
+from phalanx.protocol.limits import TOLD_MS
 from phalanx.protocol.log import Logger
 from phalanx.services.gateway import journal_rows as rows
 from phalanx.services.gateway.entries import Accept, Op, Recovered
@@ -32,7 +33,7 @@ class Journal:
     """The file. Not thread-safe: it belongs to whoever opened it."""
 
     def __init__(self, path: Path, ttl_s: float, log: Logger) -> None:
-        self._path, self._ttl_s, self._log = path, ttl_s, log
+        self.path, self._ttl_s, self._log = path, ttl_s, log
         self._db: sqlite3.Connection | None = None
         self._opened = (0, 0)  # device and inode of what is open
         self.failure = ""  # why it could not be opened for writing when it was loaded
@@ -56,7 +57,7 @@ class Journal:
                 raise NotNow(f"{self.failure}; {error}") from error
             self.move_aside(str(error))
         except OSError as error:
-            if self._path.exists():
+            if self.path.exists():
                 raise NotNow(str(error)) from error
             self.failure = str(error)  # it could not be made, so there is nothing to read
         return []
@@ -76,10 +77,10 @@ class Journal:
         """SQLite wants to make two files beside the database. After a clean end there is nothing in them."""
         log = self._part("-wal")
         closed = not log.exists() or log.stat().st_size == 0
-        if closed and self._path.stat().st_size == 0:
+        if closed and self.path.stat().st_size == 0:
             return []  # it was never written
         mode = "mode=ro&immutable=1" if closed else "mode=rw"
-        with contextlib.closing(sqlite3.connect(f"{self._path.as_uri()}?{mode}", uri=True)) as db:
+        with contextlib.closing(sqlite3.connect(f"{self.path.as_uri()}?{mode}", uri=True)) as db:
             if not closed:
                 db.execute("PRAGMA locking_mode=EXCLUSIVE")  # its index is in memory then
             rows.check_version(db)
@@ -113,7 +114,7 @@ class Journal:
         The file may have room of its own for a small change while its disk has none for a request.
         """
         faults.check_disk("journal")
-        room = self._path.with_name(f"{self._path.name}.room")
+        room = self.path.with_name(f"{self.path.name}.room")
         fd = os.open(room, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, _ROOM_BYTES)
@@ -130,7 +131,7 @@ class Journal:
     def _in_place(self) -> bool:
         """Whether the file at the path is the one that is open."""
         try:
-            stat = self._path.stat()
+            stat = self.path.stat()
         except OSError:
             return False
         return (stat.st_dev, stat.st_ino) == self._opened
@@ -144,15 +145,15 @@ class Journal:
         if not in_place:  # the log belongs to the file that is gone, not to what lies there
             for suffix in ("-wal", "-shm"):
                 self._part(suffix).unlink(missing_ok=True)
-        self._log.error("the journal was deleted: it is written anew", path=str(self._path))
+        self._log.error("the journal was deleted: it is written anew", path=str(self.path))
 
     def _part(self, suffix: str) -> Path:
-        return self._path.with_name(self._path.name + suffix)
+        return self.path.with_name(self.path.name + suffix)
 
     def move_aside(self, why: str) -> None:
         """Keep the unreadable file for people, and start an empty one."""
         self.close()
-        aside = self._path.with_name(f"{self._path.name}.unreadable-{time.time_ns()}")
+        aside = self.path.with_name(f"{self.path.name}.unreadable-{time.time_ns()}")
         for suffix in ("", "-wal", "-shm"):
             part = self._part(suffix)
             if part.exists():
@@ -172,9 +173,9 @@ class Journal:
     def _open(self) -> sqlite3.Connection:
         if self._db is None:
             # Created here so that it is never, not even briefly, readable by others.
-            os.close(os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600))
-            os.chmod(self._path, 0o600)
-            db = sqlite3.connect(self._path, timeout=5.0, check_same_thread=False)
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            os.chmod(self.path, 0o600)
+            db = sqlite3.connect(self.path, timeout=5.0, check_same_thread=False)
             try:
                 db.execute("PRAGMA journal_mode=WAL")
                 db.execute("PRAGMA synchronous=FULL")
@@ -182,7 +183,7 @@ class Journal:
             except sqlite3.Error:
                 db.close()
                 raise
-            stat = self._path.stat()
+            stat = self.path.stat()
             self._opened = stat.st_dev, stat.st_ino
             self._db = db
         return self._db
@@ -194,6 +195,7 @@ class Written:
 
     number: int
     failure: str = ""  # why it is not on disk
+    told: str = ""  # the same for people
     lost: bool = False  # what was written before is not: another file has taken the journal's place
 
 
@@ -204,6 +206,7 @@ class JournalWriter:
         self._journal, self._wake = journal, wake
         self._batches: queue.SimpleQueue[tuple[int, list[Op]] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Exception] = queue.SimpleQueue()
+        self._since_ns = 0  # a write is under way; 0: none is
         self._late: list[Op] = []  # ends and deletions that failed; tried again with the next batch
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -211,6 +214,17 @@ class JournalWriter:
     def submit(self, number: int, ops: list[Op]) -> None:
         """With no operations: only find out whether it can be written (with what is late, if there is any)."""
         self._batches.put((number, ops))
+
+    def late(self, now_ns: int) -> str:
+        """For people: what is being written does not come back; empty: it does."""
+        since_ns = self._since_ns
+        late_ms = (now_ns - since_ns) / 1e6 if since_ns else 0.0
+        if late_ms < TOLD_MS:
+            return ""
+        return (
+            f"the journal {self._journal.path} is being written since {late_ms / 1000:.0f} s, and its disk does not"
+            " answer: new requests wait for it, those that run go on"
+        )
 
     def results(self) -> list[Written]:
         """Of each commit since the last call. Raises what a bug raised in the thread, which has ended."""
@@ -246,7 +260,9 @@ class JournalWriter:
                     break
                 number = max(number, more[0])
                 ops = ops + more[1]
+            self._since_ns = time.monotonic_ns()
             self._results.put(self._write(number, ops))
+            self._since_ns = 0
             self._wake()
             if last:
                 break
@@ -272,4 +288,20 @@ class JournalWriter:
             failure = f"{failure}: {error.strerror}" if failure else str(error.strerror)
         late: list[Op] = [op for op in ops if failure and not isinstance(op, Accept)]
         self._late = late[-_KEPT_ON_FAILURE:]
-        return Written(number, failure, lost)
+        told = told_failure(self._journal.path, failure) if failure else ""
+        return Written(number, failure, told, lost)
+
+
+def told_failure(path: Path, failure: str) -> str:
+    """For people: what a journal that cannot be written means, and what to do."""
+    try:
+        disk = os.statvfs(path.parent)
+        free = f"{disk.f_bavail * disk.f_frsize} bytes are free there"
+    except OSError as error:
+        free = f"its disk does not answer: {error.strerror}"
+    full = any(word in failure.lower() for word in ("full", "space", "quota"))
+    advice = "make room on that disk" if full else "see why that disk takes nothing"
+    return (
+        f"the journal {path} cannot be written ({failure}; {free}): new requests are refused until it can,"
+        f" those that run go on; {advice}"
+    )

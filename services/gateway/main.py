@@ -45,7 +45,7 @@ from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.ending import LAST_WORDS_NS, Ending
 from phalanx.services.gateway.entries import Accept, Finish, Recovered
-from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow
+from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow, told_failure
 from phalanx.services.gateway.overseer import LOOK_NS, Overseer
 from phalanx.services.gateway.token_log import TokenLog, recall
 from phalanx.services.model_limits import read_model
@@ -75,8 +75,9 @@ class Gateway:
         self._write_tokens(time.monotonic_ns())
         self._topology_version = 0
         self._ending = Ending(self._core)
-        self._failure = ""  # why the journal cannot be written
-        self._note_failure(journal.failure)
+        self._failure = self._told = ""  # why the journal cannot be written, and for people
+        if journal.failure:
+            self._note_failure(journal.failure, told_failure(journal.path, journal.failure))
         self._probe_at_ns = self._say_at_ns = 0
         self._said_lacking = False
         self._overseer, self._oversee_at_ns = Overseer(time.monotonic_ns()), 0
@@ -117,15 +118,16 @@ class Gateway:
     def on_journal(self) -> None:
         receive(self.journal, MESSAGES_PER_TURN)
         for written in self._writer.results():
-            self._note_failure(written.failure)
+            self._note_failure(written.failure, written.told)
             failpoint("gateway.accept.after_sync")
             now_ns = time.monotonic_ns()
             self._core.on_journal(written.number, written.failure, now_ns)
             if written.lost:
                 self._core.on_journal_lost(now_ns)
 
-    def _note_failure(self, failure: str) -> None:
+    def _note_failure(self, failure: str, told: str) -> None:
         """Of the journal; empty: it was written."""
+        self._told = told
         if failure == self._failure:
             return
         if failure:
@@ -140,13 +142,11 @@ class Gateway:
             self._probe_at_ns = now_ns + PROBE_NS
             if self._failure or any(self._looks_at_file.ask(self._file.deleted)):
                 self._writer.submit(0, [])
-        lacking = bool(self._failure or self._core.lacks)
+        text = self._told or self._writer.late(now_ns) or self._core.lacks
+        lacking = bool(text)
         if lacking == self._said_lacking and (not lacking or now_ns < self._say_at_ns):
             return
         self._said_lacking, self._say_at_ns = lacking, now_ns + HEALTH_REPEAT_MS * MS
-        text = self._core.lacks
-        if self._failure:
-            text = told_failure(self._service.run_dir / JOURNAL_FILE, self._failure)
         trouble = Trouble(self._service.name, self._service.incarnation, text)
         send(self._service.supervisor, encode(trouble))
 
@@ -275,21 +275,6 @@ def load(journal: Journal, service: Service) -> list[Recovered]:
                 f"cannot read the journal {path} ({error}): see why its disk does not work"
             )
             time.sleep(_READ_AGAIN_S)
-
-
-def told_failure(path: Path, failure: str) -> str:
-    """For people: what a journal that cannot be written means, and what to do."""
-    try:
-        disk = os.statvfs(path.parent)
-        free = f"{disk.f_bavail * disk.f_frsize} bytes are free there"
-    except OSError as error:
-        free = f"its disk does not answer: {error.strerror}"
-    full = any(word in failure.lower() for word in ("full", "space", "quota"))
-    advice = "make room on that disk" if full else "see why that disk takes nothing"
-    return (
-        f"the journal {path} cannot be written ({failure}; {free}): new requests are refused until it can,"
-        f" those that run go on; {advice}"
-    )
 
 
 def settings_of(service: Service) -> Settings:

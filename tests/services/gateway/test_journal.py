@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,8 +35,7 @@ from phalanx.services.gateway.entries import (
     Scored,
     Stamp,
 )
-from phalanx.services.gateway.journal import Journal, JournalWriter, Written
-from phalanx.services.gateway.main import told_failure
+from phalanx.services.gateway.journal import Journal, JournalWriter, Written, told_failure
 
 LOG = structlog.get_logger()
 TTL_S = 100.0
@@ -379,6 +378,57 @@ def test_a_failure_is_told_with_numbers_and_advice(tmp_path: Path, failure: str)
     assert f"the journal {path} cannot be written ({failure}; " in told
     assert re.search(r"; \d+ bytes are free there\)", told)
     assert ("make room" in told) == (failure != "disk I/O error")
+
+
+def test_what_is_told_of_a_failure_is_found_out_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk that fails may hang the next moment."""
+    asked: list[str] = []
+    real = os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        asked.append(threading.current_thread().name)
+        return real(path)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    journal, woken = open_journal(tmp_path / "j.sqlite"), threading.Event()
+    monkeypatch.setattr(journal, "write", _full)
+    writer = JournalWriter(journal, woken.set)
+    writer.submit(1, [Accept(entry(1))])
+    assert woken.wait(10)
+    (written,) = writer.results()
+    assert "bytes are free there" in written.told and asked == ["journal"]
+    writer.close()
+
+
+def _full(*arguments: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody's request was accepted, and health told that all is well."""
+    journal, woken = open_journal(tmp_path / "j.sqlite"), threading.Event()
+    gate, begun = threading.Event(), threading.Event()
+    right = journal.write
+
+    def slow(ops: Sequence[Op], now_s: float) -> None:
+        begun.set()
+        assert gate.wait(20)
+        right(ops, now_s)
+
+    monkeypatch.setattr(journal, "write", slow)
+    writer = JournalWriter(journal, woken.set)
+    later_ns = time.monotonic_ns() + 10**12
+    assert writer.late(later_ns) == "", "nothing is to be written"
+    writer.submit(1, [Accept(entry(1))])
+    assert begun.wait(10)
+    assert writer.late(time.monotonic_ns()) == "", "it may come back at once"
+    assert f"{tmp_path / 'j.sqlite'} is being written since" in writer.late(later_ns)
+    gate.set()
+    assert woken.wait(10)
+    writer.close()
+    assert writer.late(later_ns) == ""
 
 
 @pytest.mark.parametrize("gone", [("",), ("-wal",), ("", "-wal", "-shm")])
