@@ -142,7 +142,7 @@ class GatewayBody(Body):
         self._tick()
         if self.ending.begun and self.ending.ends_all(self.now_ns):
             self._tick()
-        if self.ending.begun and self.ending.over(self.now_ns):
+        if self.ending.begun and self.ending.over(self.now_ns) and self.journal.idle:
             if not self.ending.hands_over:
                 self.world.memory.lose()
             self.node.leave(self.child)
