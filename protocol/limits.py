@@ -26,6 +26,10 @@ CLIENT_STALL_MS = 30_000  # a client that takes nothing for this long loses its 
 # Commands between processes are repeated until acknowledged, this often.
 COMMAND_RETRY_MS = 500
 
+# A scheduler tells what it runs in messages of so many sequences and bytes of outputs, but of one sequence at least.
+LIST_SEQUENCES_MAX = 512
+LIST_BYTES_MAX = 1 << 20
+
 # Supervision.
 BEAT_PERIOD_MS = 400  # how often a healthy process proves that it is alive
 HEALTH_REPEAT_MS = 2_000  # the gateway is told the node's health again, in case a word was lost

@@ -463,7 +463,8 @@ class HandBack(Message, frozen=True):
 
 
 class ListSequences(Message, frozen=True):
-    """A new gateway asks what this scheduler runs (finished but unacknowledged ones too)."""
+    """A new gateway asks what this scheduler runs (finished but unacknowledged ones too). Asked with another call, all
+    of it is told again."""
 
     call: int
 
@@ -477,10 +478,14 @@ class SequenceInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SequenceList(Message, frozen=True):
+    """A piece of the answer: `limits.LIST_...` bound it. Nothing follows from any before all are there."""
+
     call: int
     seat: int
     incarnation: int
     items: tuple[SequenceInfo, ...]
+    number: int = 0  # of this piece
+    last: bool = True
 
 
 class SeatLoad(Message, frozen=True):

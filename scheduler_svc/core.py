@@ -35,8 +35,6 @@ from phalanx.protocol.messages import (
     Refusal,
     Resend,
     SeatLoad,
-    SequenceInfo,
-    SequenceList,
     Submit,
     Submitted,
     TokenRows,
@@ -58,6 +56,7 @@ from phalanx.scheduler_svc.events import (
     WorkerLost,
 )
 from phalanx.scheduler_svc.finals import REPEAT_NS, Finals
+from phalanx.scheduler_svc.listing import Listing
 from phalanx.scheduler_svc.load import LoadReport, room, stuck
 from phalanx.scheduler_svc.offload import Offload
 from phalanx.scheduler_svc.plan import Flight, make_plan, retract
@@ -137,6 +136,7 @@ class Scheduler:
         self._rows: TokenRows | None = None
         self._out: list[BusToGateway] = []
         self._load = LoadReport()
+        self._listing = Listing(seat, incarnation)
         self._cost = StepCost()
         # That sequences which moved here get in the next step at most.
         self._moved_rows = MOVED_ROWS
@@ -195,6 +195,8 @@ class Scheduler:
             self._take_turns(actions, now_ns)
         self._repeat_finals(now_ns)
         self._flush_items()
+        if (piece := self._listing.piece(self.sequences)) is not None:
+            self._say(piece)
         load = self._current_load()
         self._write_header(load)
         if self._load.update(load, now_ns):
@@ -243,7 +245,7 @@ class Scheduler:
 
     def wait_ms(self, now_ns: int) -> float:
         """How long nothing is due, unless an event comes."""
-        if self.store is not None and self.store.busy:
+        if self._listing.busy or (self.store is not None and self.store.busy):
             return 0.0
         if self.restorer is not None and self.restorer.busy:
             return 0.0
@@ -332,11 +334,7 @@ class Scheduler:
                 self._items.append(known.item(known.num_outputs))
 
     def _list_sequences(self, asked: ListSequences, now_ns: int) -> None:
-        infos = tuple(
-            SequenceInfo(s.request_id, s.index, s.attempt, s.outputs().tobytes(), s.finish)
-            for s in self.sequences.values()
-        )
-        self._say(SequenceList(asked.call, self.seat, self.incarnation, infos))
+        self._listing.begin(asked.call, self.sequences.values())
 
     def _gateway_changed(self, changed: GatewayChanged, now_ns: int) -> None:
         self._load.forget()

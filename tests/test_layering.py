@@ -43,6 +43,7 @@ PURE = {
     "scrubs.py",
     "kept.py",
     "ledger.py",
+    "listing.py",
     "lives.py",
     "logs.py",
     "moves.py",

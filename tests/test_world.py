@@ -51,6 +51,17 @@ def test_requests_over_which_workers_die_end_alone(poison: int) -> None:
     assert given_up >= 3, "of six, some may be refused"
 
 
+def test_what_schedulers_run_may_be_told_in_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.scheduler_svc.listing.LIST_SEQUENCES_MAX", 1)
+    print(f"seeds {BASE} to {BASE + 9}")
+    for seed in range(BASE, BASE + 10):
+        try:
+            World(seed).run()
+        except Exception as error:
+            error.add_note(f"seed {seed}, with LIST_SEQUENCES_MAX = 1")
+            raise
+
+
 def test_a_seed_replays_exactly() -> None:
     """Event for event: else a failure could not be looked into."""
 

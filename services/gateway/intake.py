@@ -7,8 +7,8 @@ from phalanx.protocol.messages import Encoded, EncodeFailed, Generate
 from phalanx.services.gateway.admission import RETRY_AFTER_MS, Admission, Pending, digest_of
 from phalanx.services.gateway.delivery import Delivery
 from phalanx.services.gateway.logs import Logs
-from phalanx.services.gateway.placement import ids_of
 from phalanx.services.gateway.requests import Request
+from phalanx.services.gateway.streams import ids_of
 from phalanx.services.gateway.texts import EncodeJob, Texts
 
 

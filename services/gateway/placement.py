@@ -31,6 +31,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.topology import Topology
 from phalanx.services.gateway.entries import Placed
+from phalanx.services.gateway.listing import Listing
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.seats import Need, Seat, Seats, need_of
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Place, Stream
@@ -42,7 +43,6 @@ QUIET_NS = 1_000 * MS  # a stream without news for this long is asked after ...
 QUIET_NS_MAX = 32_000 * MS  # ... less and less often
 RESEND_NS = 100 * MS
 REFUSED_NS = 100 * MS  # a seat that said "not now" is left alone for this long
-LIST_NS = 30_000 * MS  # how often schedulers are asked what they run, in case a word was lost
 REFUSALS_MAX = 3
 HELD_UP_MAX = 64  # sequences that others are placed before, because they can go nowhere now
 LATER = (Code.OVERLOADED, Code.NOT_READY, Code.KV_PRESSURE, Code.SHUTDOWN)  # refusals to wait out
@@ -125,7 +125,7 @@ class Placement:
     ) -> None:
         self._move_all(seat, fell)
         seat.peer, seat.incarnation, seat.load = peer, incarnation, None
-        seat.next_seq, seat.listed, seat.list_call, seat.not_before_ns = -1, False, 0, 0
+        seat.next_seq, seat.listing, seat.not_before_ns = -1, Listing(), 0
         seat.handles.clear()
         for call, (number, abort, _) in list(self._aborts.items()):
             if number == seat.number:
@@ -449,6 +449,8 @@ class Placement:
             place = stream.place if stream is not None else None
             here = (seat.number, item.attempt)
             if stream is None or place is None or (place.seat, place.attempt) != here:
+                if not seat.listing.told:
+                    continue  # perhaps it is adopted, by the list that is on its way
                 self._disown(seat, item.request_id, item.index, item.attempt, item.finish_reason)
             elif self._take(stream, place, seat, item, now_ns):
                 yield stream
@@ -539,7 +541,7 @@ class Placement:
 
     def _list(self, seat: Seat, now_ns: int) -> None:
         self._last_call += 1
-        seat.list_call, seat.list_at_ns = self._last_call, now_ns
+        seat.listing.ask(self._last_call, now_ns)
         self._send(seat.peer, ListSequences(self._last_call))
 
     def on_list(
@@ -552,20 +554,17 @@ class Placement:
     ) -> Iterator[Stream]:
         """Adopt what this seat runs of ours; the streams that got tokens by it."""
         seat = self.seats.of(peer)
-        if seat is None or message.call != seat.list_call:
+        items = seat.listing.take(message, now_ns) if seat is not None else None
+        if seat is None or items is None:
             return
-        seat.list_call, seat.listed = 0, True
-        for info in message.items:
+        for info in items:
             stream = find(info.request_id, info.index)
             aborted = info.finish_reason == "abort"  # an earlier place of the stream, left behind
             ours = stream is not None and stream.place is None and adoptable(stream)
-            if stream is not None and ours and not aborted and stream.fits(ids_of(info.outputs)):
+            if stream is not None and ours and not aborted and stream.fits(info.outputs):
                 self.adopt(stream, seat, info.attempt, now_ns)
                 if stream.sampling.logprobs is None:
-                    item = TokensItem(
-                        info.request_id, info.index, info.attempt, 0, ids_of(info.outputs)
-                    )
-                    stream.take(item)
+                    stream.go_on(info.outputs)
                 assert stream.place is not None
                 self._ask(stream, stream.place, seat, now_ns)
                 yield stream
@@ -591,8 +590,7 @@ class Placement:
         for seat in self.seats.by_number.values():
             if not seat.peer:
                 continue
-            wait_ns = RETRY_NS if seat.list_call else LIST_NS
-            if now_ns - seat.list_at_ns >= wait_ns:
+            if seat.listing.due(now_ns):
                 self._list(seat, now_ns)
             for stream in list(seat.streams.values()):
                 if stream.place is not None and stream.place.repeat_at_ns <= now_ns:
@@ -615,8 +613,3 @@ class Placement:
 
 def _lost_seat(number: int) -> End:
     return End("error", Code.NOT_READY, f"rank {number} is not in the group, or left it meanwhile")
-
-
-def ids_of(encoded: bytes) -> tuple[int, ...]:
-    """int32 ids as the messages carry them."""
-    return tuple(memoryview(encoded[: len(encoded) // 4 * 4]).cast("i"))

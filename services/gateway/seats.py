@@ -8,6 +8,7 @@ import msgspec
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import SeatLoad
 from phalanx.services.gateway.entries import Placed
+from phalanx.services.gateway.listing import Listing
 from phalanx.services.gateway.streams import Stream
 
 
@@ -50,9 +51,7 @@ class Seat:
     streams: dict[int, Stream] = field(default_factory=dict)
     handles: dict[int, Stream] = field(default_factory=dict)  # of those, by its scheduler's handles
     next_seq: int = -1  # of its Tokens messages; -1: take the first as it comes
-    list_call: int = 0
-    list_at_ns: int = 0
-    listed: bool = False  # it answered what it runs, in its present incarnation
+    listing: Listing = field(default_factory=Listing)  # what its present scheduler runs
     not_before_ns: int = 0
     promised: dict[int, Need] = field(default_factory=dict)  # see `promise`
     promised_blocks: Need = NOTHING
@@ -101,7 +100,7 @@ class Seat:
     @property
     def has_told(self) -> bool:
         """It said what it runs, or nobody is there to say."""
-        return self.listed or not (self.peer or self.member)
+        return self.listing.told or not (self.peer or self.member)
 
     def takes(self, now_ns: int) -> bool:
         """Its scheduler and its worker are there and take sequences."""
@@ -147,7 +146,7 @@ class Seats:
             return True  # nobody has told of it yet
         other = seat.worker_incarnation not in (0, placed.worker) and placed.worker > 0
         gone = seat.incarnation > placed.scheduler or other or not seat.member or seat.vacant
-        return not (gone or seat.listed)
+        return not (gone or seat.listing.told)
 
     def unheard(self) -> list[Seat]:
         """The topology tells of their schedulers, which have not said a word to this gateway."""

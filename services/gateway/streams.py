@@ -33,6 +33,7 @@ from phalanx.services.gateway.entries import Entry, Fell, Note, Placed, Produced
 from phalanx.services.gateway.stops import StopScanner
 
 _ID = Struct("=i").pack
+_ID_BYTES = 4
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 PROMPT_LOGPROBS_MAX = 1024  # prompt tokens of one message, 300 bytes each with 20 alternatives
 NOTED_TOKENS_MAX = 1024  # of one stream in one note of a new token log
@@ -330,9 +331,14 @@ class Stream:
                     self.logprobs += _LOGPROBS.decode(piece.logprobs)[new:]
         self.noted = len(self.tokens)
 
-    def fits(self, outputs: Sequence[int]) -> bool:
+    def fits(self, outputs: bytes) -> bool:
         """Whether a scheduler that has these outputs continues what the log has."""
-        return list(outputs[: len(self.tokens)]) == self.tokens
+        return outputs.startswith(self.outputs())
+
+    def go_on(self, outputs: bytes) -> None:
+        """Take what a scheduler has beyond it."""
+        have = len(self.tokens)
+        self.extend(have, ids_of(outputs[_ID_BYTES * have :]))
 
     def outputs(self) -> bytes:
         return array("i", self.tokens).tobytes()
@@ -439,3 +445,8 @@ class Stream:
             "".join(self.shown[start:end]),
             tuple(self.logprobs[start:end]),
         )
+
+
+def ids_of(encoded: bytes) -> tuple[int, ...]:
+    """int32 ids as the messages carry them."""
+    return tuple(memoryview(encoded[: len(encoded) // _ID_BYTES * _ID_BYTES]).cast("i"))

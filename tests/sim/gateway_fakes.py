@@ -6,7 +6,7 @@ right answer. Some tokens show their text only with the next one, so a lost carr
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -192,6 +192,10 @@ class FakeScheduler:
         self.seq = self.handles = 0
         self.slots, self.blocks, self.queue = slots, blocks, queue
         self.most = 0  # live sequences at once, ever
+        self.listed, self.list_call = 2, 0  # in one message, and when it was asked last
+        self.lists = self.submits = self.aborts = (
+            0  # messages: of lists, with another sequence, to end one
+        )
 
     def load(self) -> SeatLoad:
         accepting = self.worker > 0 and self.member
@@ -243,12 +247,20 @@ class FakeScheduler:
             case HandBack():
                 return self._hand_back(message)
             case ListSequences():
-                infos = tuple(
-                    SequenceInfo(*key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish)
-                    for key, s in self.sequences.items()
-                )
-                return [SequenceList(message.call, self.seat, self.incarnation, infos)]
+                if message.call > self.list_call:  # one that comes twice has one answer
+                    self.list_call = message.call
+                    return list(self._list(message.call))
         return []
+
+    def _list(self, call: int) -> Iterator[SequenceList]:
+        infos = [
+            SequenceInfo(*key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish)
+            for key, s in self.sequences.items()
+        ]
+        for number, at in enumerate(range(0, max(1, len(infos)), self.listed)):
+            items, last = tuple(infos[at : at + self.listed]), at + self.listed >= len(infos)
+            self.lists += 1
+            yield SequenceList(call, self.seat, self.incarnation, items, number, last)
 
     def step(self) -> list[BusToGateway]:
         """One token for each of the first `slots` sequences."""
@@ -292,6 +304,7 @@ class FakeScheduler:
         self.handles += 1
         running = Running(submit, outputs, handle=self.handles)
         self.sequences[key] = running
+        self.submits += 1
         self.most = max(self.most, live + 1)
         replies: list[BusToGateway] = [Submitted(submit.call, self.seat, self.incarnation)]
         if running.outputs and self._ended(running):
@@ -300,6 +313,7 @@ class FakeScheduler:
 
     def _abort(self, abort: AbortSequence) -> list[BusToGateway]:
         key = (abort.request_id, abort.index)
+        self.aborts += 1
         known = self.sequences.get(key)
         replies: list[BusToGateway] = []
         if known is not None and known.submit.attempt == abort.attempt:

@@ -40,6 +40,7 @@ from phalanx.protocol.messages import (
     Sampling,
     SeatLoad,
     SequenceInfo,
+    SequenceList,
     Stats,
     StatsReply,
     Submit,
@@ -848,6 +849,68 @@ def test_a_new_gateway_adopts_what_runs_and_submits_only_the_rest() -> None:
     accepted, delta = desk.told()
     assert isinstance(accepted, Accepted)
     assert delta == Delta("r" * 32, 1, 1, (11,), "[11]")
+
+
+def halves(desk: Desk, seat: int, incarnation: int = 1) -> list[SequenceList]:
+    """What the scheduler of a seat runs, in two pieces; it says neither yet."""
+    peer = b"scheduler-%d#%d" % (seat, incarnation)
+    desk.says(peer, Hello(f"scheduler-{seat}", "scheduler", incarnation, seat))
+    desk.says(peer, SeatLoad(seat, incarnation, True, total_blocks=4, worker_incarnation=1))
+    (*_, (_, asked)) = [pair for pair in desk.sent(ListSequences) if pair[0] == peer]
+    assert isinstance(asked, ListSequences)
+    infos = [SequenceInfo("r" * 32, at, 33, array("i", [10, 11]).tobytes(), None) for at in (0, 1)]
+    return [
+        SequenceList(asked.call, seat, incarnation, (info,), number, last=number == 1)
+        for number, info in enumerate(infos)
+    ]
+
+
+def test_what_a_scheduler_runs_counts_when_all_of_it_is_told() -> None:
+    desk = Desk(Recovered(entry(n=2)), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    desk.scheduler(1)
+    first, second = halves(desk, 0)
+    desk.says(b"scheduler-0#1", first)
+    # One that is not told yet goes on: what is said of it is not an abort's reason.
+    desk.says(b"scheduler-0#1", Tokens(0, 1, 1, (TokensItem("r" * 32, 1, 33, 2, (12,), handle=1),)))
+    assert not desk.submits() and not desk.sent(AbortSequence) and not desk.sent(Resend)
+    desk.says(b"scheduler-0#1", second)
+    assert [message for _, message in desk.sent(Resend)] == [
+        Resend("r" * 32, index, 33, 2) for index in (0, 1)
+    ]
+    assert not desk.submits() and not desk.sent(AbortSequence)
+    assert [stream.tokens for stream in desk.core._lives.requests["r" * 32].streams] == [
+        [10, 11]
+    ] * 2
+
+
+def test_what_breaks_off_counts_as_nothing_told() -> None:
+    """Its scheduler died over it; the next one there runs nothing, and says so."""
+    desk = Desk(Recovered(entry(n=2)), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    desk.scheduler(1)
+    first, second = halves(desk, 0)
+    desk.says(b"scheduler-0#1", first)
+    desk.core.on_topology(Topology(4, (Seat(0, 1, 2, "member"), Seat(1, 1, 1, "member"))), desk.now)
+    desk.says(b"scheduler-0#1", second)  # was on its way
+    assert not desk.submits() and not desk.sent(Resend)
+    desk.scheduler(0, 2)
+    submits = [submit for _, submit in desk.submits()]
+    assert [(submit.index, submit.outputs) for submit in submits] == [(0, b""), (1, b"")]
+
+
+def test_a_list_that_lacks_a_piece_is_asked_for_again() -> None:
+    desk = Desk(Recovered(entry(n=2)), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    desk.scheduler(1)
+    _, second = halves(desk, 0)
+    desk.says(b"scheduler-0#1", second)
+    desk.passes(400)
+    assert not desk.sent(ListSequences)
+    desk.passes(200)
+    ((peer, asked),) = desk.sent(ListSequences)
+    assert peer == b"scheduler-0#1" and isinstance(asked, ListSequences)
+    assert asked.call > second.call and not desk.sent(Resend)
 
 
 def test_an_adopted_sequence_that_lacks_logprobs_is_run_anew() -> None:

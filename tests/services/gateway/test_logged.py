@@ -270,5 +270,7 @@ def test_overlapping_pieces_of_the_log_are_one_stream() -> None:
     stream = Stream(entry(), 0, 1)
     stream.recover([piece(0, 5, 6), piece(1, 6, 7), piece(3, 8), piece(0, 1, index=1), piece(9, 1)])
     assert stream.tokens == [5, 6, 7, 8] and stream.logged == 4
-    assert stream.fits((5, 6, 7, 8, 9))
-    assert not stream.fits((5, 6, 7)) and not stream.fits((5, 6, 7, 9))
+    for outputs, fits in (((5, 6, 7, 8, 9), True), ((5, 6, 7), False), ((5, 6, 7, 9), False)):
+        assert stream.fits(array("i", outputs).tobytes()) is fits
+    stream.go_on(array("i", (5, 6, 7, 8, 9)).tobytes())
+    assert stream.tokens == [5, 6, 7, 8, 9]

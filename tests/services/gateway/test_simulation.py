@@ -8,12 +8,19 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from phalanx.protocol.errors import Code, Refused
-from phalanx.protocol.messages import DecodedItem, Sampling, TokensItem
+from phalanx.protocol.messages import (
+    DecodedItem,
+    Sampling,
+    SequenceInfo,
+    SequenceList,
+    TokensItem,
+)
 from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Spec
 from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Scored
+from phalanx.services.gateway.listing import Listing
 from phalanx.services.gateway.lives import Lives
 from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.requests import Request
@@ -57,6 +64,64 @@ def test_without_faults_nothing_is_moved_or_repeated() -> None:
     check_nothing_left(world)
     loads = [scheduler.most for scheduler in world.schedulers.values() if scheduler]
     assert max(loads) <= 8 and min(loads) >= 7  # the capacity given to a seat, all of it used
+
+
+def _take_over() -> None:
+    """The second of two gateways finds that everything runs, told in pieces of two sequences."""
+    world = World(5)
+    client = world.client()
+    for i in range(12):
+        sampling = Sampling(seed=i, max_tokens=40, logprobs=[None, 0][i % 2])
+        world.generate(client, Spec([5, i], sampling))
+    world.run(150 * MS)
+    assert _commands(world) == (12, 0)
+    world.kill_gateway()
+    world.start_gateway()
+    world.run(40 * MS)
+    assert max(one.lists for one in world.schedulers.values() if one) > 2
+    assert _commands(world) == (12, 0)  # nobody gets what another one has, or has to let it go
+    world.run(20_000 * MS, until=lambda: all(flow.done for _, _, flow in world.flows))
+    for spec, _, flow in world.flows:
+        check_flow(spec, flow)
+
+
+def _commands(world: World) -> tuple[int, int]:
+    """Sequences that schedulers took, and those that they were told to end."""
+    schedulers = [scheduler for scheduler in world.schedulers.values() if scheduler]
+    return sum(one.submits for one in schedulers), sum(one.aborts for one in schedulers)
+
+
+def test_a_new_gateway_takes_over_what_runs_however_long_the_list() -> None:
+    _take_over()
+
+
+def _half_a_list_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(self: Listing, piece: SequenceList, now_ns: int) -> list[SequenceInfo] | None:
+        if piece.call != self._call:
+            return None
+        self.told, self._call = True, 0
+        return list(piece.items)
+
+    monkeypatch.setattr(Listing, "take", take)
+
+
+def _what_is_not_listed_yet_is_disowned(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Listing.__init__
+
+    def init(self: Listing) -> None:
+        original(self)
+        self.told = True
+
+    monkeypatch.setattr(Listing, "__init__", init)
+
+
+@pytest.mark.parametrize("plant", [_half_a_list_counts, _what_is_not_listed_yet_is_disowned])
+def test_a_list_that_is_taken_too_early_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        _take_over()
 
 
 def test_a_slow_client_is_cancelled_with_a_reason_and_others_go_on() -> None:
