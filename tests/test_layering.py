@@ -30,6 +30,7 @@ PURE = {
     "validate.py",
     "placement.py",
     "admission.py",
+    "attempts.py",
     "client_core.py",
     "client_flow.py",
     "delivery.py",

@@ -20,6 +20,7 @@ from phalanx.scheduler_svc.seat import SeatLink
 from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
 from phalanx.services.client_core import ClientCore
 from phalanx.services.gateway.admission import Pending
+from phalanx.services.gateway.attempts import Attempts
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Recovered, Scored
 from phalanx.services.gateway.lives import Lives
@@ -243,16 +244,16 @@ def tokens_that_come_twice_count_twice(patch: Patch) -> None:
 
 @planted(seeds=40)
 def a_final_without_tokens_is_lost(patch: Patch) -> None:
-    right = Placement._take
+    right = Attempts._take
 
     def take(
-        self: Placement, stream: Stream, place: Place, seat: Any, item: TokensItem, now_ns: int
+        self: Attempts, stream: Stream, place: Place, seat: Any, item: TokensItem, now_ns: int
     ) -> bool:
         if item.finish_reason is not None and item.offset == len(stream.tokens):
             return False
         return right(self, stream, place, seat, item, now_ns)
 
-    patch.setattr(Placement, "_take", take)
+    patch.setattr(Attempts, "_take", take)
 
 
 @planted(seeds=40)
@@ -265,7 +266,7 @@ def commands_are_said_once(patch: Patch) -> None:
         self.lost = 0.2
 
     patch.setattr(Weather, "__init__", init)
-    patch.setattr(Placement, "_repeat", lambda self, stream, place, seat, now_ns: None)
+    patch.setattr(Attempts, "_repeat", lambda self, stream, place, seat, now_ns: None)
 
 
 @planted(seeds=60)
@@ -282,10 +283,10 @@ def an_aborted_request_comes_back_to_life(patch: Patch) -> None:
 @planted(seeds=60)
 def resumes_at_the_beginning(patch: Patch) -> None:
     """The next rank is not told what there is; what it makes is taken for the continuation."""
-    right = Placement._take
+    right = Attempts._take
 
     def take(
-        self: Placement, stream: Stream, place: Place, seat: Any, item: TokensItem, now_ns: int
+        self: Attempts, stream: Stream, place: Place, seat: Any, item: TokensItem, now_ns: int
     ) -> bool:
         base = self.__dict__.setdefault("bases", {}).setdefault(
             (stream.number, place.attempt), len(stream.tokens)
@@ -293,7 +294,7 @@ def resumes_at_the_beginning(patch: Patch) -> None:
         moved = msgspec.structs.replace(item, offset=item.offset + base)
         return right(self, stream, place, seat, moved, now_ns)
 
-    patch.setattr(Placement, "_take", take)
+    patch.setattr(Attempts, "_take", take)
     patch.setattr(Stream, "outputs", lambda self: b"")
 
 
@@ -330,15 +331,15 @@ def tokens_of_a_lost_place_are_the_streams_of_another(patch: Patch) -> None:
         right(self, seat, peer, incarnation)
         seat.handles.update(kept)
 
-    def unplace(self: Placement, stream: Stream) -> None:
+    def unplace(self: Attempts, stream: Stream) -> None:
         place = stream.place
         if place is not None:
             self._calls.pop(place.call, None)
-            self.seats.by_number[place.seat].streams.pop(stream.number, None)
+            self._seats.by_number[place.seat].streams.pop(stream.number, None)
             stream.place = None
 
     patch.setattr(Placement, "_replace_scheduler", replace)
-    patch.setattr(Placement, "_unplace", unplace)
+    patch.setattr(Attempts, "unplace", unplace)
 
 
 @planted(seeds=20)

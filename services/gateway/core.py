@@ -7,7 +7,8 @@ whether they took it. A request's life: Generate -> checked -> (tokenized) -> jo
 forgotten. `docs/gateway.md` tells the story with its reasons.
 
 Here is who hears of which event, and in which order. The way in is decided in `intake.py`, the life of what was
-accepted in `lives.py`, where it runs in `placement.py`, what a gateway before this one left in `recovery.py`.
+accepted in `lives.py`, where it runs in `placement.py`, what counts of what is said of it there in `attempts.py`, what a gateway
+before this one left in `recovery.py`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,7 @@ class Core:
             first_call=first_call,
             eos_token_id=settings.model.eos_token_id,
         )
+        self._attempts = self._placement.attempts
         self._delivery = Delivery()
         self._logs = Logs(settings.logged, now_ns)
         seats = self._placement.seats
@@ -140,7 +142,7 @@ class Core:
     def take_notes(self) -> list[Note]:
         """News for the token log, to be written before anything is sent that follows from it: with it the
         next gateway goes on where this one was. Where the journal has the tokens there are none."""
-        return self._logs.take_notes(self._placement.take_placed())
+        return self._logs.take_notes(self._attempts.take_placed())
 
     def all_notes(self) -> Iterator[Note]:
         """What a new token log begins with. It may be taken a little at a time, over many turns; `take_notes` has
@@ -247,15 +249,15 @@ class Core:
                 for stream, item, flush in self._texts.on_decoded(peer, message):
                     self._lives.on_decoded(stream, item, flush, now_ns)
             case Submitted():
-                self._placement.on_submitted(peer, message, now_ns)
+                self._attempts.on_submitted(peer, message, now_ns)
             case Refusal():
-                hopeless = self._placement.on_refusal(peer, message, now_ns)
+                hopeless = self._attempts.on_refusal(peer, message, now_ns)
                 if hopeless is not None:
                     self._fail(*hopeless, now_ns)
             case Done():
-                self._placement.on_done(peer, message.call)
+                self._attempts.on_done(peer, message.call)
             case Tokens():
-                for stream in self._placement.on_tokens(peer, message, self._find, now_ns):
+                for stream in self._attempts.on_tokens(peer, message, self._find, now_ns):
                     self._produced(stream, now_ns)
             case SequenceList():
                 self._on_list(peer, message, now_ns)
@@ -281,7 +283,7 @@ class Core:
         self._health.on_supervisor(wrong)
 
     def _on_list(self, peer: bytes, message: SequenceList, now_ns: int) -> None:
-        adopted = self._placement.on_list(
+        adopted = self._attempts.on_list(
             peer, message, self._find, lambda stream: stream in self._recovery, now_ns
         )
         for stream in adopted:
@@ -327,7 +329,7 @@ class Core:
     # ------------------------------------------------------------ time
 
     def _tick(self, now_ns: int) -> None:
-        self._placement.tick(now_ns)
+        self._attempts.tick(now_ns)
         self._peers.welcome_unheard()
         self._logs.tick(self._lives.requests.values(), now_ns)
         self._texts.tick(now_ns)

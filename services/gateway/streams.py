@@ -51,7 +51,7 @@ class End:
 
 @dataclass(slots=True)
 class Place:
-    """Where a stream runs, and how sure we are of it. Kept by `placement.py`."""
+    """Where a stream runs, and how sure we are of it. Kept by `attempts.py`."""
 
     seat: int
     incarnation: int  # of the scheduler

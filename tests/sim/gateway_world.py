@@ -677,8 +677,9 @@ def check_nothing_left(world: World) -> None:
     assert admission.sequences == 0 and admission.nbytes == 0 and not gateway._lives._abort_calls
     for seat in gateway._placement.seats.by_number.values():
         assert not seat.streams and not seat.handles
-    assert not gateway._placement._aborts and not gateway._placement._aborting
-    assert not gateway._placement._calls and not gateway._texts._dirty
+    attempts = gateway._attempts
+    assert not attempts._aborts and not attempts._aborting and not attempts._calls
+    assert not gateway._texts._dirty
     assert not gateway._texts._encodes
     assert all(not t.calls and not t.busy for t in gateway._texts._pool.values())
     for scheduler in world.schedulers.values():

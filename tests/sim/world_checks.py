@@ -142,8 +142,8 @@ def what_is_left(body: "GatewayBody") -> str:
         "abort calls": gateway._lives._abort_calls,
         "replays": not gateway._reruns.idle,
         "streams at seats": any(seat.streams or seat.handles for seat in seats),
-        "aborts to repeat": placement._aborts or placement._aborting,
-        "unanswered submits": placement._calls,
+        "aborts to repeat": placement.attempts._aborts or placement.attempts._aborting,
+        "unanswered submits": placement.attempts._calls,
         "texts": texts._dirty or texts._encodes,
         "tokenizer calls": any(t.calls or t.busy for t in texts._pool.values()),
     }

@@ -18,6 +18,7 @@ from phalanx.protocol.messages import (
 from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Spec
 from phalanx.services.gateway.admission import Pending
+from phalanx.services.gateway.attempts import Attempts
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Scored
 from phalanx.services.gateway.listing import Listing
@@ -152,16 +153,16 @@ def test_a_slow_client_is_cancelled_with_a_reason_and_others_go_on() -> None:
 
 
 def _no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Placement.on_tokens
+    original = Attempts.on_tokens
 
-    def on_tokens(self: Placement, peer: bytes, message: object, find: object, now: int) -> object:
+    def on_tokens(self: Attempts, peer: bytes, message: object, find: object, now: int) -> object:
         for item in message.items:  # type: ignore[attr-defined]
             stream = find(item.request_id, item.index)  # type: ignore[operator]
             if stream is not None and stream.final is None and stream.take(item):
                 yield stream
         yield from original(self, peer, message, find, now)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Placement, "on_tokens", on_tokens)
+    monkeypatch.setattr(Attempts, "on_tokens", on_tokens)
 
 
 def _gaps_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +190,8 @@ def _duplicates_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _gaps_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "_ask", lambda *arguments: None)
-    monkeypatch.setattr(Placement, "_repeat", lambda *arguments: None)
+    monkeypatch.setattr(Attempts, "_ask", lambda *arguments: None)
+    monkeypatch.setattr(Attempts, "_repeat", lambda *arguments: None)
 
 
 def _accepted_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +229,7 @@ def _dead_tokenizers_keep_their_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _final_never_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Placement, "_final_seen", lambda *arguments: None)
+    monkeypatch.setattr(Attempts, "_final_seen", lambda *arguments: None)
 
 
 def _carry_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,31 +254,31 @@ def _moved_ones_come_as_arrivals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _refused_for_now_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.services.gateway.placement.LATER", ())
+    monkeypatch.setattr("phalanx.services.gateway.attempts.LATER", ())
 
 
 def _handles_outlive_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Placement._unplace
+    original = Attempts.unplace
 
-    def unplace(self: Placement, stream: Stream) -> None:
+    def unplace(self: Attempts, stream: Stream) -> None:
         place = stream.place
         original(self, stream)
         if place is not None and place.handle:
-            self.seats.by_number[place.seat].handles[place.handle] = stream
+            self._seats.by_number[place.seat].handles[place.handle] = stream
 
-    monkeypatch.setattr(Placement, "_unplace", unplace)
+    monkeypatch.setattr(Attempts, "unplace", unplace)
 
 
 def _attempts_start_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a gateway that is replaced. Another attempt mostly makes up for one that is over, so none is made."""
-    monkeypatch.setattr("phalanx.services.gateway.placement.REFUSALS_MAX", 1)
-    original = Placement._submit
+    monkeypatch.setattr("phalanx.services.gateway.attempts.REFUSALS_MAX", 1)
+    original = Attempts.submit
 
-    def submit(self: Placement, stream: Stream, seat: object, now_ns: int) -> None:
+    def submit(self: Attempts, stream: Stream, seat: object, need: object, now_ns: int) -> None:
         self._first_attempt = 1
-        original(self, stream, seat, now_ns)  # type: ignore[arg-type]
+        original(self, stream, seat, need, now_ns)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Placement, "_submit", submit)
+    monkeypatch.setattr(Attempts, "submit", submit)
 
 
 def _seeds_not_derived(monkeypatch: pytest.MonkeyPatch) -> None:
