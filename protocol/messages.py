@@ -464,16 +464,17 @@ class HandBack(Message, frozen=True):
 
 class ListSequences(Message, frozen=True):
     """A new gateway asks what this scheduler runs (finished but unacknowledged ones too). Asked with another call, all
-    of it is told again."""
+    of it is told again. It asks now and then later on, in case a word was lost: then the names will do."""
 
     call: int
+    outputs: bool = True
 
 
 class SequenceInfo(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     index: int
     attempt: int
-    outputs: bytes  # int32 ids
+    outputs: bytes  # int32 ids; empty: not asked for
     finish_reason: FinishReason | None
 
 

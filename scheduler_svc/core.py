@@ -334,7 +334,7 @@ class Scheduler:
                 self._items.append(known.item(known.num_outputs))
 
     def _list_sequences(self, asked: ListSequences, now_ns: int) -> None:
-        self._listing.begin(asked.call, self.sequences.values())
+        self._listing.begin(asked.call, self.sequences.values(), outputs=asked.outputs)
 
     def _gateway_changed(self, changed: GatewayChanged, now_ns: int) -> None:
         self._load.forget()

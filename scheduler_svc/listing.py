@@ -20,17 +20,18 @@ class Listing:
         self._call = 0  # of the newest question
         self._answered = True
         self._number = 0  # of the next piece
+        self._outputs = True  # are told, too
         self._left: deque[Sequence] = deque()  # not told yet
 
     @property
     def busy(self) -> bool:
         return not self._answered
 
-    def begin(self, call: int, sequences: Iterable[Sequence]) -> None:
+    def begin(self, call: int, sequences: Iterable[Sequence], *, outputs: bool = True) -> None:
         """Who asks again gets all of it again. But a question that comes twice has one answer, whose pieces fit
         together: later ones have greater calls."""
         if call > self._call:
-            self._call, self._answered = call, False
+            self._call, self._answered, self._outputs = call, False, outputs
             self._number, self._left = 0, deque(sequences)
 
     def piece(self, known: Mapping[Key, Sequence]) -> SequenceList | None:
@@ -42,10 +43,10 @@ class Listing:
         for _ in range(min(LIST_SEQUENCES_MAX, len(self._left))):
             one = self._left[0]
             if known.get(one.key) is one:
-                nbytes += _ID_BYTES * one.num_outputs
+                nbytes += _ID_BYTES * one.num_outputs if self._outputs else 0
                 if infos and nbytes > LIST_BYTES_MAX:
                     break
-                outputs = one.outputs().tobytes()
+                outputs = one.outputs().tobytes() if self._outputs else b""
                 infos.append(
                     SequenceInfo(one.request_id, one.index, one.attempt, outputs, one.finish)
                 )

@@ -339,7 +339,7 @@ class Attempts:
     def ask_list(self, seat: Seat, now_ns: int) -> None:
         self._last_call += 1
         seat.listing.ask(self._last_call, now_ns)
-        self._send(seat.peer, ListSequences(self._last_call))
+        self._send(seat.peer, ListSequences(self._last_call, outputs=not seat.listing.told))
 
     def on_list(
         self,

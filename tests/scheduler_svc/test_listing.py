@@ -93,9 +93,12 @@ def test_what_is_forgotten_meanwhile_is_not_told_and_who_asks_again_gets_all_aga
     assert not listing.busy
     listing.begin(2, known.values())  # type: ignore[arg-type]
     assert [piece.number for piece in told(listing, known)] == [0, 1, 2]
-    listing.begin(3, [])
+    listing.begin(3, known.values(), outputs=False)  # type: ignore[arg-type]
+    (names,) = told(listing, known)
+    assert [(info.attempt, info.outputs) for info in names.items] == [(1, b""), (1, b""), (9, b"")]
+    listing.begin(4, [])
     (empty,) = told(listing, {})
-    assert empty == SequenceList(3, 0, 1, (), 0, last=True)
+    assert empty == SequenceList(4, 0, 1, (), 0, last=True)
 
 
 def test_one_piece_a_step_and_no_wait_until_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,18 +249,18 @@ class FakeScheduler:
             case ListSequences():
                 if message.call > self.list_call:  # one that comes twice has one answer
                     self.list_call = message.call
-                    return list(self._list(message.call))
+                    return list(self._list(message))
         return []
 
-    def _list(self, call: int) -> Iterator[SequenceList]:
-        infos = [
-            SequenceInfo(*key, s.submit.attempt, array("i", s.outputs).tobytes(), s.finish)
-            for key, s in self.sequences.items()
-        ]
+    def _list(self, asked: ListSequences) -> Iterator[SequenceList]:
+        infos = []
+        for key, one in self.sequences.items():
+            outputs = array("i", one.outputs).tobytes() if asked.outputs else b""
+            infos.append(SequenceInfo(*key, one.submit.attempt, outputs, one.finish))
         for number, at in enumerate(range(0, max(1, len(infos)), self.listed)):
             items, last = tuple(infos[at : at + self.listed]), at + self.listed >= len(infos)
             self.lists += 1
-            yield SequenceList(call, self.seat, self.incarnation, items, number, last)
+            yield SequenceList(asked.call, self.seat, self.incarnation, items, number, last)
 
     def step(self) -> list[BusToGateway]:
         """One token for each of the first `slots` sequences."""

@@ -910,7 +910,23 @@ def test_a_list_that_lacks_a_piece_is_asked_for_again() -> None:
     desk.passes(200)
     ((peer, asked),) = desk.sent(ListSequences)
     assert peer == b"scheduler-0#1" and isinstance(asked, ListSequences)
-    assert asked.call > second.call and not desk.sent(Resend)
+    assert asked.call > second.call and asked.outputs and not desk.sent(Resend)
+
+
+def test_later_on_the_names_of_what_runs_will_do() -> None:
+    desk = Desk(seats=1)
+    rid = desk.start()
+    ((peer, submit),) = desk.submits()
+    desk.produces(peer, submit, 0, 7)
+    desk.passes(30_200)
+    ((_, asked),) = desk.sent(ListSequences)
+    assert isinstance(asked, ListSequences) and not asked.outputs
+    left = SequenceInfo("e" * 32, 0, 3, b"", None)  # an abort of it got lost
+    mine = SequenceInfo(rid, 0, submit.attempt, b"", None)
+    desk.says(peer, SequenceList(asked.call, 0, 1, (mine, left)))
+    ((_, abort),) = desk.sent(AbortSequence)
+    assert isinstance(abort, AbortSequence)
+    assert (abort.request_id, abort.attempt) == (left.request_id, left.attempt)
 
 
 def test_an_adopted_sequence_that_lacks_logprobs_is_run_anew() -> None:
