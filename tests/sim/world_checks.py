@@ -99,6 +99,8 @@ class WorldChecks(Checks):
         world, deaths = self.host.world, self.deaths["gateway"]
         struck_late = self.gateway_hurt_ns > self.stop_ns + STRUCK_UNTIL_MS * MS
         unborn = any(name == "gateway" for name, _ in self.host.never_born)
+        if not self.host.core.processes["gateway"].served:
+            return  # nobody could ask it for anything: it is left to the next start
         if struck_late or unborn or deaths > 4 or self.gateway_slept or world.disk_was_full:
             return
         for request_id, entry in world.disk.entries.items():

@@ -35,6 +35,7 @@ class JournalThread:
         self.gateway, self.disk = gateway, disk
         self.gathered: list[tuple[int, list[Op]]] = []
         self._late: list[Op] = []  # could not be written, for the next try
+        self._written: list[Op] = []  # on its way to the disk
         self._busy = False
 
     @property
@@ -50,7 +51,7 @@ class JournalThread:
             return
         self._busy = True
         number = self.gathered[-1][0]
-        ops = self._late + [op for _, batch in self.gathered for op in batch]
+        ops = self._written = self._late + [op for _, batch in self.gathered for op in batch]
         self.gathered, self._late = [], []
         rng = self.gateway.node.rng
         slow = self.gateway.world.faulty and rng.random() < 0.05
@@ -64,12 +65,21 @@ class JournalThread:
         if failure:
             self._late = [op for op in ops if not isinstance(op, Accept)]
         else:
-            for op in ops:
-                self._check_one_end(op)
-                self.disk.apply(op)
-                if isinstance(op, Produced):
-                    self.gateway.world.note_logged(op)
+            self._apply(ops)
+        self._written = []
         self.gateway.node.after(rest_ns, lambda: self._told(number, failure))
+
+    def close(self) -> None:
+        """What was submitted is written before it ends."""
+        if not self.disk.full:
+            self._apply(self._written + [op for _, batch in self.gathered for op in batch])
+
+    def _apply(self, ops: list[Op]) -> None:
+        for op in ops:
+            self._check_one_end(op)
+            self.disk.apply(op)
+            if isinstance(op, Produced):
+                self.gateway.world.note_logged(op)
 
     def _check_one_end(self, op: Op) -> None:
         """Whatever has ended in the journal stays as it ended."""
@@ -145,6 +155,7 @@ class GatewayBody(Body):
         if self.ending.begun and self.ending.over(self.now_ns) and self.journal.idle:
             if not self.ending.hands_over:
                 self.world.memory.lose()
+            self.journal.close()
             self.node.leave(self.child)
             return
         self.wake(self.core.wait_ns(self.now_ns) + MS)

@@ -196,6 +196,8 @@ class Node(Host):
             self.bodies[child.spec.name] = child.body
             if isinstance(child.body, WorkerBody):
                 self.workers[child.spec.seat] = child.body
+            if isinstance(child.body, GatewayBody) and child.termed:
+                child.body.terminate()
 
     def _signal(self, child: Child | None, incarnation: int, number: int) -> None:
         body = child.body if child is not None else None
@@ -203,6 +205,12 @@ class Node(Host):
             body.child.termed = True
             if body.awake and self.rng.random() >= self.plan.ignores_term:
                 body.terminate()
+            return
+        here = child is not None and child.incarnation == incarnation and child.alive
+        if number != 9 and child is not None and here and child.spec.kind == "gateway":
+            child.termed = True
+            if self.rng.random() < 0.3:
+                self.die(child, -number)  # it does not listen to signals yet
             return
         super()._signal(child, incarnation, number)
 
