@@ -19,6 +19,12 @@ class Background(Generic[T]):
         self._found: list[T] = []
         self._idle = threading.Event()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        alive = self._thread is not None and self._thread.is_alive()
+        return alive and not self._idle.is_set()
+
     def ask(self, look: Callable[[], T]) -> list[T]:
         """Begin `look` if the call before is over; returns what that one found. Nothing, and `look` is not
         begun, as long as it is under way."""

@@ -52,13 +52,11 @@ class ExpertBits:
     def read(self, held: Slot) -> list[Packed]:
         return [self._weights.read_matrix(held.layer, held.expert, part) for part in range(_PARTS)]
 
-    def compare(self, held: Slot, stored: list[Packed]) -> Iterator[bool]:
+    def compare(self, held: Slot, stored: list[Packed]) -> Iterator[bool | None]:
         for part, matrix in enumerate(stored):
             same = None
             with _short_of_room(), torch.inference_mode():
                 same = self._weights.holds(held.layer, held.slot, part, matrix)
-            if same is None:
-                return
             yield same
 
     def want_row(self) -> None:

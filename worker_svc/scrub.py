@@ -55,8 +55,8 @@ class Bits(Protocol[Stored]):
     def read(self, held: Slot) -> Stored:
         """The expert as the checkpoint has it. In another thread, for as long as the disk takes."""
 
-    def compare(self, held: Slot, stored: Stored) -> Iterator[bool]:
-        """Piece by piece, whether the slot is the same. Ends early where that cannot be told now."""
+    def compare(self, held: Slot, stored: Stored) -> Iterator[bool | None]:
+        """Piece by piece, whether the slot is the same; None: that cannot be told now."""
 
     def want_row(self) -> None:
         """Take a row of the next step, if it has one that may be computed again."""
@@ -132,8 +132,7 @@ class Scrub(Generic[Stored]):
             self._judge(row)
             return True
         self._bits.want_row()
-        target = self._next()
-        if target is None:
+        if self._reader.busy or (target := self._next()) is None:
             return False
         for epochs, slot, stored in self._reader.ask(partial(self._read, self._epochs, target)):
             if epochs == self._epochs:
@@ -170,18 +169,20 @@ class Scrub(Generic[Stored]):
         """One piece a turn; the slot may be given to another expert between them."""
         if not self._bits.holds(slot):
             return
+        at, wrong = (slot.layer, slot.expert), False
         for same in self._bits.compare(slot, stored):
-            at = slot.layer, slot.expert
-            if not same:
-                self._find(at, (self._seat,))
-                self._slots += 1
+            if same is None:
                 return
+            wrong |= not same
             yield
             if not self._bits.holds(slot):
                 return
         self._slots += 1
         self._news = True
-        self._forget((slot.layer, slot.expert))
+        if wrong:
+            self._find(at, (self._seat,))
+        else:
+            self._forget(at)
 
     # ------------------------------------------------------------ rows
 

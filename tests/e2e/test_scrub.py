@@ -34,7 +34,7 @@ def difference(client: Client, request_id: str, seat: int) -> Difference | None:
 @pytest.fixture(scope="module")
 def node(start_node: Callable[..., Node], tmp_path_factory: pytest.TempPathFactory) -> Node:
     config: Path = tmp_path_factory.mktemp("scrubbed") / "config.json"
-    every = {"gateway": {"scrub_every_s": 0.1}, "worker": {"scrub_every_s": 0.005}}
+    every = {"gateway": {"scrub_every_s": 0.1}, "worker": {"scrub_every_s": 0.02}}
     config.write_text(json.dumps(every))
     return start_node(3, "--inject", "--config", config)
 
