@@ -1,4 +1,5 @@
-"""/dev/shm is full, and a rank falls: the others serve on, and it comes back once there is room.
+"""/dev/shm is full. A start says what it lacks; when a rank falls, the others serve on, and it comes back once there is
+room.
 
 The node has a /dev/shm of its own, which something greedy fills to the last page and keeps filled.
 """
@@ -18,12 +19,14 @@ from typing import Self
 import pytest
 
 from e2e.node import PHALANX, Node, wait_for
+from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.messages import Sampling
+from phalanx.protocol.rundir import is_running
 from phalanx.services.client import Spec
+from phalanx.supervisor.lock import FAILED_FILE
 
 pytestmark = [pytest.mark.process, pytest.mark.soak]  # minutes on a busy machine
 
-_MOUNT = 'mount -t tmpfs -o size=200m tmpfs /dev/shm && exec "$@"'
 _ALONE = ["unshare", "--mount", *(() if os.getuid() == 0 else ("--map-root-user",))]
 _SPECS = [Spec("Once upon a time", Sampling(seed=seed, max_tokens=40)) for seed in range(6)]
 
@@ -55,20 +58,67 @@ class Greedy:
                             at += size
 
 
+def alone(size: str) -> list[str]:
+    """What a command is given to so that it has a /dev/shm of its own, which has this size."""
+    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
+    return [*_ALONE, "sh", "-c", mount, "sh"]
+
+
 @pytest.fixture
-def node() -> Iterator[Node]:
-    if subprocess.run([*_ALONE, "sh", "-c", _MOUNT, "sh", "true"], check=False).returncode != 0:
+def folder() -> Iterator[Path]:
+    """Not in /dev/shm, where `TMPDIR` may be: it is mounted over."""
+    if subprocess.run([*alone("1m"), "true"], check=False).returncode != 0:
         pytest.skip("no mount namespaces here")
-    # Not in /dev/shm, where `TMPDIR` may be: it is mounted over.
-    node = Node(Path(tempfile.mkdtemp(prefix="phe2e", dir="/tmp")))
+    made = Path(tempfile.mkdtemp(prefix="phe2e", dir="/tmp"))
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def node(folder: Path) -> Iterator[Node]:
+    node = Node(folder)
     config = node.run_dir / "few-blocks.json"
     config.write_text(json.dumps({"worker": {"num_blocks": 200}}))
     up = [*PHALANX, "up", "--ranks", "3", "--detach", "--config", config, "--run-dir", node.run_dir]
-    subprocess.run([*_ALONE, "sh", "-c", _MOUNT, "sh", *up], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*alone("200m"), *up], check=True, stdout=subprocess.DEVNULL)
     yield node
     subprocess.run([*PHALANX, "down", "--run-dir", node.run_dir, "--timeout", "1"], check=False)
     print((node.run_dir / "logs" / "supervisor.log").read_text()[-8000:])
-    shutil.rmtree(node.run_dir, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "fits"),
+    [
+        ("null", "64k", False),
+        ("null", "8m", False),
+        ("null", "20m", None),
+        ("null", "22m", None),
+        ("null", "25m", None),
+        ("cpu", "30m", False),
+        ("cpu", "60m", None),
+    ],
+)
+def test_a_start_finds_room_or_says_what_it_lacks(
+    folder: Path, device: str, size: str, fits: bool | None
+) -> None:
+    """Wherever it finds none; `fits`: None where that depends on the machine. Nobody dies of a page that is not there."""
+    node = Node(folder)
+    up = [*PHALANX, "up", "--ranks", "2", "--device", device, "--detach", "--run-dir", folder]
+    done = subprocess.run([*alone(size), *up], capture_output=True, text=True, check=False)
+    print(done.stderr)
+    logs = "".join(path.read_text() for path in (folder / "logs").iterdir())
+    assert "SIGBUS" not in logs
+    if done.returncode == 0:
+        assert fits is None and node.healthy()
+        try:
+            assert [reason for reason, _, _ in node.run(_SPECS).values()] == ["length"] * 6
+        finally:
+            assert node.stop() == {"stopped": True, "left": []}
+        return
+    assert done.returncode == ExitCode.UNHEALTHY and not fits
+    reason = json.loads((folder / FAILED_FILE).read_text())["reason"]
+    assert "/dev/shm has" in reason and "needs" in reason and "free some space" in reason
+    assert reason in done.stderr and not list(folder.glob("*.sock")) and not is_running(folder)
 
 
 def reasons(node: Node) -> str:
