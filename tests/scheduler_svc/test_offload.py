@@ -3,10 +3,10 @@
 import pytest
 
 from phalanx.protocol.kvkeys import block_keys, state_key
-from phalanx.protocol.messages import Put, PutDone
+from phalanx.protocol.messages import AbortSequence, Put, PutDone
 from phalanx.scheduler_svc import offload
 from phalanx.scheduler_svc.events import StoreLost, WorkerLost
-from sim.scheduler_story import MS, Story
+from sim.scheduler_story import MS, Story, request_id
 
 
 def puts(story: Story) -> list[Put]:
@@ -229,3 +229,31 @@ def test_off_when_it_is_off() -> None:
     assert [rows for _, rows in story.rows()] == [300]
     story.run()
     assert story.puts == []
+
+
+@pytest.mark.parametrize("order", ["abort first", "answer first", "both at once"])
+def test_an_abort_and_the_end_of_a_copy_meet(order: str) -> None:
+    """Whichever comes first: one final, the blocks stay as long as they are read, and all come back once."""
+    story = Story(store=True)
+    story.submit(0, 300, max_tokens=40)
+    story.step(3)
+    done = [PutDone(put.call, True, False) for put in puts(story)]
+    assert done
+    abort = AbortSequence(900, request_id(0), 0, 0)
+    if order == "abort first":
+        story.event(abort)
+        story.step()
+        assert story.free == (17, 8), "two are still read"
+        story.event(*done)
+    elif order == "answer first":
+        story.event(*done)
+        story.event(abort)
+        story.step()
+    else:
+        story.event(*done, abort, *done)
+        story.step()
+    assert story.free == (19, 8) and story.ends(0) == ["abort"]
+    assert story.outputs(0) == story.expected(0, 40)[:2]
+    story.submit(1, 300, max_tokens=4)
+    story.run()
+    assert story.outputs(1) == story.expected(1, 4)
