@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,6 +25,7 @@ from phalanx.services.client import Client, Spec
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 NODES = 50
+WITH_HTTP = 10  # of so many, one: each takes memory
 START_S = 500
 STALL_MS = 30_000
 
@@ -79,9 +81,13 @@ def test_fifty_nodes_start_at_once(folder: Path) -> None:
     nodes = [Node(folder / str(number) / "phalanx") for number in range(NODES)]
     options = ["--ranks", "1", "--device", "null", "--detach", "--config", config]
 
+    serving = nodes[::WITH_HTTP]
+
     def up(node: Node) -> "subprocess.Popen[bytes]":
         limit = ["--timeout", str(START_S), "--run-dir", node.run_dir]
-        return subprocess.Popen([*PHALANX, "up", *options, *limit], stdout=subprocess.DEVNULL)
+        http = ["--http", "0"] if node in serving else []
+        command = [*PHALANX, "up", *options, *limit, *http]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     started = time.monotonic()
     starts = [up(node) for node in nodes]
@@ -92,6 +98,10 @@ def test_fifty_nodes_start_at_once(folder: Path) -> None:
             spec = Spec([5, number], Sampling(seed=number, max_tokens=3, ignore_eos=True))
             ((finish, tokens, _),) = node.run([spec]).values()
             assert (finish, len(tokens)) == ("length", 3)
+        told = [json.loads((node.run_dir / "http.json").read_text()) for node in serving]
+        assert len({at["port"] for at in told}) == len(told)
+        for at in told:
+            assert httpx.get(f"http://{at['host']}:{at['port']}/health", timeout=60).is_success
     finally:
         ends = [
             subprocess.Popen(
