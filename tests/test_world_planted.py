@@ -31,6 +31,7 @@ from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.seats import Seat
 from phalanx.services.gateway.streams import End, Place, Stream
 from phalanx.supervisor.changes import Changes
+from phalanx.supervisor.ending import Ending
 from phalanx.supervisor.events import AcksSeen, Action, Kill, Noticed, Send
 from phalanx.supervisor.group import Group, GroupPhase
 from phalanx.supervisor.lives import Lives as ProcessLives
@@ -135,6 +136,18 @@ def a_gateway_that_is_replaced_drains(patch: Patch) -> None:
         return actions
 
     patch.setattr(Changes, "_finish_off", finish_off)
+
+
+@planted(seeds=20, first=240)
+def a_gateway_that_dies_while_it_drains_is_let_go(patch: Patch) -> None:
+    """Nobody is told how its streams end."""
+    patch.setattr(Ending, "has_drained", lambda self, process, code: process.drains)
+
+
+@planted(seeds=20, first=510)
+def a_successor_that_drains_waits_for_no_reader(patch: Patch) -> None:
+    """All has ended, but who reads does not know."""
+    patch.setattr(Core, "drained", lambda self, now_ns: self.idle)
 
 
 # ---------------------------------------------------------------- worker
