@@ -18,13 +18,14 @@ from phalanx.services.gateway.suspects import FALLS_MAX
 pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 POISON = 666
-# Read by every Python that starts: a worker of this node dies over a request with that seed.
-_BUG = f"""
+
+# Read by every Python that starts: a process of this node dies over a request with that seed, where it takes it in.
+_BUG = """
 import importlib.util, os, signal, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "phalanx.worker_svc.slots":
+        if name != {module!r}:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -32,14 +33,15 @@ class Finder:
 
         def exec_module(module):
             load(module)
-            admit = module.Slots.admit
+            kind = getattr(module, {kind!r})
+            right = getattr(kind, {method!r})
 
-            def dies(self, new):
-                if new.sampling.seed == {POISON}:
+            def dies(self, one):
+                if one.sampling.seed == {seed}:
                     os.kill(os.getpid(), signal.SIGKILL)
-                admit(self, new)
+                return right(self, one)
 
-            module.Slots.admit = dies
+            setattr(kind, {method!r}, dies)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -48,10 +50,25 @@ sys.meta_path.insert(0, Finder())
 """
 
 
-def test_a_request_over_which_the_worker_dies_ends_alone(
-    start_node: Callable[..., Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "module", "kind", "method"),
+    [
+        ("worker-0", "phalanx.worker_svc.slots", "Slots", "admit"),
+        ("scheduler-0", "phalanx.scheduler_svc.rank", "Rank", "enqueue"),
+    ],
+    ids=["worker", "scheduler"],
+)
+def test_a_request_over_which_a_process_dies_ends_alone(
+    start_node: Callable[..., Node],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    module: str,
+    kind: str,
+    method: str,
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(_BUG)
+    bug = _BUG.format(module=module, kind=kind, method=method, seed=POISON)
+    (tmp_path / "sitecustomize.py").write_text(bug)
     paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", ":".join(paths))
     node = start_node(1, "--device", "null")
@@ -63,8 +80,8 @@ def test_a_request_over_which_the_worker_dies_ends_alone(
     assert (reason, ids) == ("error", ())
     assert [found[key] for key in sorted(found)] == [fault_free[n, 0] for n in range(5)]
     node.wait_healthy()
-    worker = node.process("worker-0")
-    assert worker is not None and worker.restarts == FALLS_MAX + 1 <= RESTARTS_MAX
+    process = node.process(name)
+    assert process is not None and process.restarts == FALLS_MAX + 1 <= RESTARTS_MAX
     assert node.run(good) == fault_free
     assert_whole(node)
 
