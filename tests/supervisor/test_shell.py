@@ -296,10 +296,9 @@ def test_what_a_dead_process_leaves_behind_is_reaped(node: TestNode) -> None:
     worker = node.process("worker-1").pid
     (orphan,) = map(int, Path(f"/proc/{worker}/task/{worker}/children").read_text().split())
     os.kill(worker, signal.SIGKILL)
+    status = Path(f"/proc/{orphan}/status")
+    until(lambda: int(status.read_text().split("PPid:")[1].split()[0]) == node.supervisor_pid)
     node.wait_healthy()
-    assert Path(f"/proc/{orphan}/status").read_text().split("PPid:")[1].split()[0] == str(
-        node.supervisor_pid
-    )
     os.kill(orphan, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{orphan}").exists(), 5)
     assert node.status().healthy
