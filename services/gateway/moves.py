@@ -14,11 +14,12 @@ What keeps it from going to and fro:
 
 * Room is what is left once a pool is as full as new sequences may find it (`scheduler.prefill_watermark`), less what
   waits there already, less all that was promised to others since the report (`Seat.promised`): sequences on their way
-  there, and those that are asked for because of it. A full rank, or one with a queue that is full, has none. Or it is
-  what is left once everyone there has got as far as it may: then a sequence needs the blocks of its end at once.
+  there, and those that are asked for because of it. A full rank, or one with a queue that is full, has none. Nor has
+  a rank where a suspect is tried (`suspects.py`), for another suspect.
+* Or it is what is left once everyone there has got as far as it may: then a sequence needs the blocks of its end at
+  once.
 * Sequences of one request that wait at one rank come back in one message, are placed together, and are promised the
   blocks of their prompt once: the next rank computes it for both (`scheduler_svc/prefill.py`).
-  Nor has a rank where a suspect is tried (`suspects.py`), for another suspect.
 * Who is asked back from a rank that says nothing for 100 ms has room kept for no longer: its scheduler may sleep, and
   others wait as well. When it speaks again the sequence is asked for again, if it still waits.
 * A sequence that came back stays at its next rank for 200 ms at least, after the second time for 400 ms, and so on up
