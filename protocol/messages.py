@@ -252,7 +252,7 @@ class Health(Message, frozen=True):
 class HealthReply(Message, frozen=True):
     call: int
     healthy: bool
-    gateway_incarnation: int
+    gateway_life: int  # another one is another gateway, also of the next node
     epoch: int
     model: str
     reasons: tuple[str, ...] = ()  # why not, naming the process

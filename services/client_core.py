@@ -5,7 +5,7 @@ The rules, which a client in any language may follow (`docs/protocol.md`):
 * Every Generate carries a key of its own and is repeated until it is answered; with the same key it
   is the same request, so repeating is harmless and a gateway that died in between loses nothing.
 * Deltas are taken in order of their offsets: older ones are dropped, a gap leads to an Attach at the
-  offset reached. A gateway with a new incarnation gets an Attach for every open request.
+  offset reached. Another gateway, also that of the next node, gets an Attach for every open request.
 * An Attach says the digest of what is here: a stream that is another one is not spliced to it.
 * A Health question every second, and sooner in silence, tells both: that the gateway is there, and which
   one. It names what is quiet; of a request that has ended nothing more would come, so what was lost of it is asked for.
@@ -97,7 +97,7 @@ class ClientCore:
         self._questions: dict[int, Question] = {}
         # Calls of requests that were given up before they were accepted: aborted when they are.
         self._orphans: dict[int, bool] = {}
-        self._incarnation = 0
+        self._life = 0  # of the gateway that answered last
         self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
         self._pinged_ns = -PING_NS
         self._pause_ns = PING_SILENT_NS  # doubled with every question that brings no news
@@ -199,7 +199,7 @@ class ClientCore:
                 self._on_error(message, now_ns)
             case HealthReply() | Replayed() | StatsReply() | Done():
                 if isinstance(message, HealthReply):
-                    self._on_incarnation(message.gateway_incarnation, now_ns)
+                    self._on_life(message.gateway_life, now_ns)
                     self._mend_ended(message.ended, now_ns)
                 self._answer(message)
 
@@ -420,9 +420,9 @@ class ClientCore:
             question.reply = message
             question.on_event()
 
-    def _on_incarnation(self, incarnation: int, now_ns: int) -> None:
-        known, self._incarnation = self._incarnation, incarnation
-        if known not in (0, incarnation):
+    def _on_life(self, life: int, now_ns: int) -> None:
+        known, self._life = self._life, life
+        if known not in (0, life):
             self._repeat_all(now_ns)
         elif known == 0:
             # One that did not answer at once may have died before it was known.

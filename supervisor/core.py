@@ -9,6 +9,7 @@ from typing import assert_never
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
+    HAND_OVER_MS,
     HANG_MS,
     HEALTH_REPEAT_MS,
     STOP_ACK_MS,
@@ -371,4 +372,4 @@ class SupervisorCore:
         if self.failed:
             return []
         self.code, self.failed = code, reason
-        return [Tell("failed", text=reason), *self.ending.shut_down(0, now_ns)]
+        return [Tell("failed", text=reason), *self.ending.shut_down(HAND_OVER_MS, now_ns)]

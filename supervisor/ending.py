@@ -2,6 +2,8 @@
 
 While the node drains everything works and is supervised as before, the gateway too: one that dies has a successor,
 which goes on with its streams and tells their ends. Whatever dies or hangs, each stage has its limit.
+
+Of a node that fails the gateway ends no stream: it hands over, as to a successor, and that is the next node's.
 """
 
 import signal
@@ -15,7 +17,7 @@ from phalanx.protocol.limits import (
     KILL_GRACE_MS,
     TERM_GRACE_MS,
 )
-from phalanx.protocol.messages import Drain
+from phalanx.protocol.messages import Drain, HandOver
 from phalanx.supervisor.events import Action, Finished, Kill, Send, Sweep, Tell
 from phalanx.supervisor.lives import describe_end
 from phalanx.supervisor.process import Process, Stage
@@ -41,6 +43,7 @@ class Ending:
         self._core = core
         self.stage = NodeStage.RUNNING
         self._left: list[str] = []
+        self._hands_over = False  # to the next node's gateway: this node has failed
         self._drain_ends_ns = 0  # then the gateway ends what still runs
         self._stage_ends_ns = 0
         self._say_again_ns = 0
@@ -59,6 +62,7 @@ class Ending:
         if self.stage is not NodeStage.RUNNING:
             return []
         self.stage = NodeStage.DRAINING
+        self._hands_over = bool(self._core.failed)
         self._drain_until(until_ns)
         self._core.history.stopping(self._core.failed, drain_ms, now_ns)
         self._say_again_ns = now_ns + COMMAND_RETRY_MS * _MS
@@ -125,7 +129,8 @@ class Ending:
 
     def _drain(self, process: Process, now_ns: int) -> Send:
         left_ms = max(0, self._drain_ends_ns - now_ns) // _MS
-        return Send(process.spec.name, process.incarnation, Drain(left_ms))
+        message = HandOver(left_ms) if self._hands_over else Drain(left_ms)
+        return Send(process.spec.name, process.incarnation, message)
 
     def _say(self, now_ns: int) -> list[Action]:
         """How long there is still: a word may have been lost, and it may be less by now."""

@@ -51,6 +51,7 @@ class Desk:
         settings = Settings(
             MODEL,
             7,
+            1,
             100,
             50,
             600,

@@ -3,6 +3,7 @@ part, and some run has to fail within a stated number of seeds."""
 
 import signal
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.seat import SeatLink
 from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
 from phalanx.services.client_core import ClientCore
-from phalanx.services.gateway.admission import Pending
+from phalanx.services.gateway.admission import Pending, Settings
 from phalanx.services.gateway.attempts import Attempts
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Recovered, Scored
@@ -321,6 +322,18 @@ def tells_an_abort_before_it_is_on_disk(patch: Patch) -> None:
         self._delivery.offer(request)
 
     patch.setattr(Lives, "_abort", abort)
+
+
+@planted(seeds=40, first=696_557_890_600)
+def clients_know_a_gateway_by_its_incarnation(patch: Patch) -> None:
+    """The first one of the next node has that of the first one of this."""
+
+    right = Core.__init__
+
+    def core(self: Core, settings: Settings, recovered: Sequence[Recovered], now_ns: int) -> None:
+        right(self, replace(settings, life=settings.incarnation), recovered, now_ns)
+
+    patch.setattr(Core, "__init__", core)
 
 
 @planted(seeds=60)

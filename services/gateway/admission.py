@@ -28,6 +28,7 @@ RETRY_AFTER_MS = 1_000  # what an overloaded node tells clients
 class Settings:
     model: ModelLimits
     incarnation: int
+    life: int  # no other gateway of this run directory had it, whichever node it was of: clients know it by that
     max_open_requests: int  # counted in sequences: a request with n counts n times
     default_max_tokens: int
     keep_undelivered_s: int  # as the journal

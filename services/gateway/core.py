@@ -86,7 +86,7 @@ class Core:
         self._logs = Logs(settings.logged, now_ns)
         seats = self._placement.seats
         self._peers = Peers(self._texts, self._placement, self._to_bus, settings.incarnation)
-        self._health = NodeHealth(settings.incarnation, settings.model.name)
+        self._health = NodeHealth(settings.life, settings.model.name)
         self._recovery = Recovery(seats, self._texts, settings.model.name, now_ns)
         self._intake = Intake(
             self._admission, self._texts, self._logs, self._delivery, seats.pool_tokens

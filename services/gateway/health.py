@@ -4,8 +4,8 @@ from phalanx.protocol.messages import HealthReply, HealthUpdate
 
 
 class NodeHealth:
-    def __init__(self, incarnation: int, model: str) -> None:
-        self._incarnation, self._model = incarnation, model
+    def __init__(self, life: int, model: str) -> None:
+        self._life, self._model = life, model
         self._health = HealthUpdate(False, 0, ("the node is starting",))
         self._epoch = 0
         self._overseen = ""  # what is wrong with the supervisor, which says all the rest
@@ -32,6 +32,4 @@ class NodeHealth:
         if self._overseen:
             reasons += (self._overseen,)
         healthy = health.healthy and not (draining or lacks or self._overseen)
-        return HealthReply(
-            call, healthy, self._incarnation, self._epoch, self._model, reasons, ended
-        )
+        return HealthReply(call, healthy, self._life, self._epoch, self._model, reasons, ended)

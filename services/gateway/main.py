@@ -287,6 +287,7 @@ def settings_of(service: Service) -> Settings:
             skips_prompt_rows=config.worker.yoco_truncation == "compact",
         ),
         incarnation=service.incarnation,
+        life=time.time_ns(),
         max_open_requests=config.gateway.max_open_requests,
         default_max_tokens=config.gateway.default_max_tokens,
         keep_undelivered_s=config.gateway.journal_ttl_s,

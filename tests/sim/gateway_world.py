@@ -237,6 +237,7 @@ class World:
         settings = Settings(
             MODEL,
             self.gateway_incarnation,
+            self.gateway_incarnation,
             self._max_open,
             default_max_tokens=20,
             keep_undelivered_s=600,

@@ -110,6 +110,7 @@ class GatewayBody(Body):
         settings = Settings(
             world.model,
             self.incarnation,
+            world.now_ns,
             world.shape.max_open,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             keep_undelivered_s=600,

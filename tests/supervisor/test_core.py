@@ -13,6 +13,7 @@ from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
     BUSY_SILENCE_MS,
     GO_ACK_MS,
+    HAND_OVER_MS,
     HANG_MS,
     RESTART_SERVED_MS,
     RESTARTS_MAX,
@@ -22,7 +23,7 @@ from phalanx.protocol.limits import (
     STOP_ACK_MS,
     TROUBLE_MS,
 )
-from phalanx.protocol.messages import Drain, HealthUpdate, TopologyChanged
+from phalanx.protocol.messages import HandOver, HealthUpdate, TopologyChanged
 from phalanx.protocol.topology import Topology
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.ending import NodeStage
@@ -158,7 +159,7 @@ def test_bad_input_ends_the_node_at_once_with_its_reason() -> None:
     story.feed(Reaped("worker-1", 1, ExitCode.BAD_INPUT, "no such checkpoint"))
     assert story.core.failed == "worker-1: exit code 2 BAD_INPUT: no such checkpoint"
     assert Spawn("worker-1", 2) not in story.actions
-    assert Send("gateway", 1, Drain(0)) in story.actions
+    assert Send("gateway", 1, HandOver(HAND_OVER_MS)) in story.actions
     for name in story.core.processes:
         story.feed(Reaped(name, story.core.processes[name].incarnation, 0))
     story.actions += story.core.tick(story.now_ns)

@@ -121,6 +121,19 @@ def test_a_gateway_that_dies_over_and_over_while_it_drains_is_given_up() -> None
     assert finished.code == ExitCode.GAVE_UP and "gateway died" in finished.reason
 
 
+def test_a_node_that_fails_leaves_its_streams_to_the_next_one() -> None:
+    story = running().dies("worker-1", code=ExitCode.BAD_INPUT)
+    assert story.core.failed
+    assert [s.message for s in story.take(Send) if isinstance(s.message, Drain | HandOver)] == [
+        HandOver(HAND_OVER_MS)
+    ]
+    story.dies("gateway", code=ExitCode.OK)
+    assert story.core.stage is NodeStage.TERMINATING
+    end(story, *others(story))
+    (finished,) = story.take(Finished)
+    assert finished.code == ExitCode.BAD_INPUT
+
+
 def test_a_gateway_that_does_not_end_is_killed_and_reported() -> None:
     story = running().feed(ShutdownAsked(1000)).wait(1000 + DRAIN_GRACE_MS - 100)
     assert Kill("gateway", 1, signal.SIGKILL) not in story.actions

@@ -741,7 +741,7 @@ def test_a_journal_that_breaks_is_written_anew_with_all_that_is_open(logged: boo
     assert vars(anew) == vars(whole) and len(anew.entries) == 2 and len(anew.finals) == 1
     assert bool(anew.produced) is logged
     desk.asks(Health(7))
-    assert desk.told()[-1] == HealthReply(7, True, 7, 2, "tiny")
+    assert desk.told()[-1] == HealthReply(7, True, 1, 2, "tiny")
 
 
 def test_a_disk_that_breaks_every_journal_is_not_busy_with_new_ones() -> None:
@@ -1104,10 +1104,10 @@ def test_health_and_stats_answer_always() -> None:
     assert isinstance(health, HealthReply) and not health.healthy and health.reasons
     desk.core.on_health(HealthUpdate(True, 4, ()))
     desk.asks(Health(2))
-    assert desk.told() == [HealthReply(2, True, 7, 4, "tiny")]
+    assert desk.told() == [HealthReply(2, True, 1, 4, "tiny")]
     desk.core.on_health(HealthUpdate(False, 5, ("worker-1 is lost",)))
     desk.asks(Health(3))
-    assert desk.told() == [HealthReply(3, False, 7, 5, "tiny", ("worker-1 is lost",))]
+    assert desk.told() == [HealthReply(3, False, 1, 5, "tiny", ("worker-1 is lost",))]
     desk.asks(Stats(4))
     assert desk.told() == [StatsReply(4, 7, 0, 0, 0, {}, ())]
 

@@ -355,6 +355,7 @@ def test_asyncio_client(slow_node: GatewayNode) -> None:
 
     async def story() -> None:
         async with AsyncClient(node.run_dir) as client:
+            life = (await client.health()).gateway_life
             specs = many(60, 25)
             streams = [client.generate(spec, timeout=60) for spec in specs]
             await streams[0].accepted()
@@ -368,7 +369,8 @@ def test_asyncio_client(slow_node: GatewayNode) -> None:
                 endless.abort()
                 last = part
             assert isinstance(last, Final) and last.finish_reason == "abort"
-            assert (await client.health()).gateway_incarnation == 2
+            assert (await client.health()).gateway_life != life
+            assert (await client.stats()).gateway_incarnation == 2
             assert (await client.stats()).open_requests == 0
             with pytest.raises(Refused):
                 await client.abort("0" * 32)
