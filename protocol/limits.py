@@ -80,6 +80,7 @@ TERM_GRACE_MS = 2_000  # from SIGTERM to SIGKILL
 # just then there is time for one that tells them in its place.
 DRAIN_GRACE_MS = 6_000
 STANDBY_MS = 15_000  # a process that is to be replaced waits so long for its successor to have imported everything
+HTTP_DRAIN_MS = 30_000  # for HTTP when it is restarted: replies that have begun are finished
 HAND_OVER_MS = 1_000  # for a gateway that is replaced: what is on its way to the journal's disk
 CHANGE_S_MAX = 86_400.0  # the longest time that a scale or a restart may be given
 # From SIGKILL to giving up on a process that the kernel does not let go: one with tens of GiB on a GPU takes seconds.

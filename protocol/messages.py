@@ -956,8 +956,8 @@ class HealthUpdate(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """To the gateway, just before SIGTERM: accept nothing more, finish what runs within this time,
-    end the rest with code `shutdown`, then exit."""
+    """To the gateway, just before SIGTERM, and to HTTP when it is restarted: accept nothing more, finish what
+    runs within this time, end the rest with code `shutdown`, then exit."""
 
     timeout_ms: int
 

@@ -14,12 +14,14 @@ from phalanx.protocol.limits import (
     BACK_MS,
     CHANGE_S_MAX,
     HAND_OVER_MS,
+    HTTP_DRAIN_MS,
     KILL_GRACE_MS,
     MAX_SEATS,
     STANDBY_MS,
     TERM_GRACE_MS,
 )
 from phalanx.protocol.messages import (
+    Drain,
     Error,
     HandOver,
     PhaseTime,
@@ -184,7 +186,7 @@ class Changes:
         return []
 
     def _finish_off(self, process: Process, now_ns: int) -> list[Action]:
-        """SIGTERM (the gateway is asked to hand over), then SIGKILL when its time is over."""
+        """SIGTERM (the gateway is asked to hand over, HTTP to drain), then SIGKILL when its time is over."""
         name, incarnation = process.spec.name, process.incarnation
         if not process.alive:
             process.kill_ns = process.kill_ns or now_ns
@@ -193,6 +195,9 @@ class Changes:
             if process.spec.kind == "gateway" and process.stage is Stage.READY:
                 process.kill_ns = now_ns + (HAND_OVER_MS + TERM_GRACE_MS) * _MS
                 return [Send(name, incarnation, HandOver(HAND_OVER_MS))]
+            if process.spec.kind == "http" and process.stage is Stage.READY:
+                process.kill_ns = now_ns + (HTTP_DRAIN_MS + TERM_GRACE_MS) * _MS
+                return [Send(name, incarnation, Drain(HTTP_DRAIN_MS))]
             process.kill_ns = now_ns + TERM_GRACE_MS * _MS
             return [Kill(name, incarnation, signal.SIGTERM)]
         if now_ns < process.kill_ns:

@@ -17,7 +17,7 @@ from phalanx.protocol.config import HttpConfig
 from phalanx.protocol.errors import DecodeError
 from phalanx.protocol.limits import BEAT_PERIOD_MS
 from phalanx.protocol.link import receive
-from phalanx.protocol.messages import FromSupervisor
+from phalanx.protocol.messages import Drain, FromSupervisor
 from phalanx.protocol.rundir import CLIENT_SOCKET
 from phalanx.protocol.service import Service
 from phalanx.services.client_async import AsyncClient
@@ -33,7 +33,9 @@ from phalanx.services.model_limits import read_model
 
 _BEAT_S = BEAT_PERIOD_MS / 1000
 _POLL_S = 0.02
-_GRACE_S = 1  # for replies under way at the end; the gateway has finished its streams by then
+_GRACE_S = (
+    1  # for replies under way at the end of the node: the gateway has finished its streams by then
+)
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -59,6 +61,7 @@ class Web:
         default = Quota(self._config.key_running, self._config.key_waiting)
         path = self._config.keys_file
         self._keys = read_keys(Path(path), default) if path else Keys({}, {})
+        self._drains_until_s = 0.0  # replies under way are finished until then, time.monotonic()
         self._gate = Gate(_door(self._config, default, self._keys))
 
     async def run(self) -> None:
@@ -89,7 +92,11 @@ class Web:
             while not service.stopping and not serving.done():
                 self._turn()
                 await asyncio.sleep(_BEAT_S / 2)
-            server.stopping = web.should_exit = True
+            server.stopping = True
+            while self._drains() and not serving.done():
+                self._turn()
+                await asyncio.sleep(_POLL_S)
+            web.should_exit = True
             while not serving.done():
                 self._turn()
                 await asyncio.sleep(_POLL_S)
@@ -101,6 +108,11 @@ class Web:
             self._service.progress("waiting for the gateway")
             await asyncio.sleep(_POLL_S)
 
+    def _drains(self) -> bool:
+        """Whether replies are under way, and have time. New requests are refused meanwhile."""
+        door = self._gate.door
+        return bool(door.running or door.waiting) and time.monotonic() < self._drains_until_s
+
     def _turn(self) -> None:
         """A sign of life; and how many of the ranks there are."""
         service = self._service
@@ -108,7 +120,10 @@ class Web:
         service.row.beat(time.monotonic_ns())
         for frame in receive(service.supervisor, 64):
             with contextlib.suppress(DecodeError):
-                self._decoder.decode(frame)  # nothing of it is for us; the queue must not fill
+                message = self._decoder.decode(frame)
+                if isinstance(message, Drain):  # the rest is not for us
+                    self._drains_until_s = time.monotonic() + message.timeout_ms / 1000
+                    service.stopping = True
         topology = service.board.topology()
         if topology is not None and topology.seats:
             self._gate.set_capacity(max(1, len(topology.members())) / len(topology.seats))

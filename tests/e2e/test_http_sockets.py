@@ -3,8 +3,10 @@
 import json
 import re
 import socket
+import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from e2e.node import Node, rss, wait_for
+from e2e.node import PHALANX, Node, rss, wait_for
 from phalanx.protocol.limits import CLIENT_STALL_MS
 
 pytestmark = pytest.mark.process
@@ -53,6 +55,42 @@ def test_a_port_that_is_taken_is_told_and_harms_nobody(node: Node, at: tuple[str
         assert f"port {at[1]}: [Errno 98]" in reason and "choose another with --http" in reason
         assert second.names() == [] and not list(second.run_dir.glob("*.sock"))
     assert answer(at) == calm and node.healthy()
+
+
+def test_a_restart_finishes_the_replies_that_have_begun(node: Node, at: tuple[str, int]) -> None:
+    """New requests are refused meanwhile, with words."""
+    url = f"http://{at[0]}:{at[1]}/v1/chat/completions"
+    body = ASK | {"max_tokens": 6000, "n": 4, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        calm = [line for line in reply.iter_lines() if line.startswith("data: ")]
+    restart: subprocess.Popen[bytes] | None = None
+    got: list[str] = []
+    refused = httpx.Response(200)
+    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+        for line in reply.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            got.append(line)
+            if restart is None:
+                restart = subprocess.Popen([*PHALANX, "restart", "http", "--run-dir", node.run_dir])
+            if refused.status_code == 200:
+                refused = httpx.post(url, json=ASK | {"max_tokens": 1}, timeout=60)
+    assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
+    assert restart is not None and restart.wait(60) == 0
+    assert spoken(got) == spoken(calm) and got[-1] == "data: [DONE]"
+    assert answer(at), "at the same address"
+
+
+def spoken(lines: list[str]) -> dict[int, str]:
+    """What each choice said."""
+    said: dict[int, str] = defaultdict(str)
+    for line in lines[:-1]:
+        for choice in json.loads(line[6:])["choices"]:
+            delta = choice["delta"]
+            said[choice["index"]] += (delta.get("reasoning_content") or "") + (
+                delta.get("content") or ""
+            )
+    return said
 
 
 @pytest.mark.soak

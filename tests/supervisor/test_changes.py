@@ -6,8 +6,8 @@ import pytest
 from supervisor.test_core import Story, running
 
 from phalanx.protocol.errors import Code, ExitCode
-from phalanx.protocol.limits import STANDBY_MS, TERM_GRACE_MS
-from phalanx.protocol.messages import Error, HandOver, Restart, Restarted, Scale, Scaled
+from phalanx.protocol.limits import HTTP_DRAIN_MS, STANDBY_MS, TERM_GRACE_MS
+from phalanx.protocol.messages import Drain, Error, HandOver, Restart, Restarted, Scale, Scaled
 from phalanx.supervisor.events import (
     BecameReady,
     ChangeAsked,
@@ -270,6 +270,13 @@ def test_the_gateway_hands_over_instead_of_ending_what_runs() -> None:
     sent = [s.message for s in story.take(Send) if s.name == "gateway"]
     assert [type(message) for message in sent] == [HandOver]
     ends(story, "gateway").ready("gateway")
+    assert isinstance(answer(story), Restarted)
+
+
+def test_http_finishes_the_replies_that_have_begun() -> None:
+    story = ask(running(http=True), Restart(7, ("http",), 60.0))
+    assert [s.message for s in story.take(Send) if s.name == "http"] == [Drain(HTTP_DRAIN_MS)]
+    ends(story, "http").ready("http")
     assert isinstance(answer(story), Restarted)
 
 

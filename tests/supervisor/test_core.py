@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from phalanx.protocol.board import ProcessPhase
-from phalanx.protocol.config import KVStoreConfig, NodeConfig
+from phalanx.protocol.config import HttpConfig, KVStoreConfig, NodeConfig
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import (
     BUSY_SILENCE_MS,
@@ -65,13 +65,18 @@ class Story:
     """A core and its clock. Actions of all events are kept until `take`."""
 
     ranks: int = 3
+    http: bool = False
     now_ns: int = 5_000_000_000
     actions: list[Action] = field(default_factory=list[Action])
     silent: set[str] = field(default_factory=set[str])  # processes that do not beat
 
     def __post_init__(self) -> None:
         self.config = NodeConfig(
-            run_dir="/tmp/story", ranks=self.ranks, tokenizers=1, kvstore=KVStoreConfig()
+            run_dir="/tmp/story",
+            ranks=self.ranks,
+            tokenizers=1,
+            kvstore=KVStoreConfig(),
+            http=HttpConfig(enabled=self.http),
         )
         table = process_table(self.config)
         self.core = SupervisorCore(table, GroupPlacements(2, 6, self.ranks))
@@ -122,8 +127,8 @@ class Story:
         return self.core.group.epoch
 
 
-def running(ranks: int = 3) -> Story:
-    story = Story(ranks)
+def running(ranks: int = 3, http: bool = False) -> Story:
+    story = Story(ranks, http)
     story.ready(*story.core.processes).acks(go=2)
     assert not story.core.reasons()
     story.actions.clear()
