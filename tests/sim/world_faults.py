@@ -42,7 +42,7 @@ class Faults:
         if world.seed % 3 == 2:
             for _ in range(self._own.randint(1, 2)):
                 world.clock.after(self._own.randrange(shape.faults_ns), lambda: self._double(20))
-        if world.seed % 4 == 1:
+        if shape.faults and world.seed % 4 == 1:
             self._grace = random.Random(world.seed)  # likewise
             for _ in range(self._grace.randint(1, 2)):
                 world.clock.after(
