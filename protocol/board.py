@@ -320,6 +320,9 @@ class SeatRow:
     def doubt(self, layer: int, expert: int) -> None:
         self._u64[self._at64 + 15] = layer << 32 | expert + 1
 
+    def forget_doubt(self) -> None:
+        self._u64[self._at64 + 15] = 0
+
     # Written by the scheduler: which link arena the worker shall use.
     @property
     def link(self) -> int:

@@ -52,6 +52,11 @@ _MS = 1_000_000
 ALL = "all"
 # Services first, since nobody notices; the gateway last, since its clients have to find the next one.
 _RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
+# What one that serves is asked to do before it ends, and within which time; all others get SIGTERM.
+_LAST_WORDS: dict[str, tuple[type[HandOver | Drain], int]] = {
+    "gateway": (HandOver, HAND_OVER_MS),
+    "http": (Drain, HTTP_DRAIN_MS),
+}
 
 
 @dataclass(slots=True)
@@ -176,8 +181,10 @@ class Changes:
     def _let_go(self, process: Process, now_ns: int) -> list[Action]:
         """From here on its deaths are handled, and count, as usual."""
         process.in_hand = False
+        if process.alive and process.kill_ns and process.spec.kind == "http":
+            process.kill_ns = 0  # it drains by its own clock, and then has a successor
         if process.alive and process.kill_ns:  # told to end: there is no way back
-            return self._overdue(process, process.kill_ns, now_ns)
+            return self._overdue(process, min(process.kill_ns, now_ns), now_ns)
         if process.stage is Stage.DOWN and not process.leaving:
             process.start_anew(now_ns)
         if process.spec.kind == "worker" and process.alive:
@@ -192,14 +199,12 @@ class Changes:
             process.kill_ns = process.kill_ns or now_ns
             return []
         if not process.kill_ns:
-            if process.spec.kind == "gateway" and process.stage is Stage.READY:
-                process.kill_ns = now_ns + (HAND_OVER_MS + TERM_GRACE_MS) * _MS
-                return [Send(name, incarnation, HandOver(HAND_OVER_MS))]
-            if process.spec.kind == "http" and process.stage is Stage.READY:
-                process.kill_ns = now_ns + (HTTP_DRAIN_MS + TERM_GRACE_MS) * _MS
-                return [Send(name, incarnation, Drain(HTTP_DRAIN_MS))]
-            process.kill_ns = now_ns + TERM_GRACE_MS * _MS
-            return [Kill(name, incarnation, signal.SIGTERM)]
+            asked = _LAST_WORDS.get(process.spec.kind) if process.stage is Stage.READY else None
+            grace_ms = asked[1] if asked else 0
+            process.kill_ns = now_ns + (grace_ms + TERM_GRACE_MS) * _MS
+            if not asked:
+                return [Kill(name, incarnation, signal.SIGTERM)]
+            return [Send(name, incarnation, asked[0](asked[1]))]
         if now_ns < process.kill_ns:
             return []
         told_ns, process.kill_ns = process.kill_ns, now_ns

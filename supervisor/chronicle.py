@@ -35,12 +35,16 @@ class Chronicle:
     """The entries of this start and of those before it, oldest first."""
 
     def __init__(self, run_dir: Path, log: Logger) -> None:
-        look, nothing = lambda: read(run_dir), (list[HistoryEntry](), 0)
+        look, nothing = lambda: read(run_dir), (list[HistoryEntry](), -1)
         past, unread = within(_READ_S, look, nothing)
-        if unread:
+        if unread < 0:
+            log.warning("the history cannot be read in time", seconds=_READ_S)
+        elif unread:
             log.warning("lines of the history cannot be read", lines=unread)
         self.before = how_it_ended(past)
-        self.run = past[-1].run + 1 if past else 1
+        # Of a history that cannot be read a number that no start in it can have.
+        last = int(time.time()) if unread < 0 else max((entry.run for entry in past), default=0)
+        self.run = last + 1
         self._entries = {(entry.run, entry.id): entry for entry in cut_off(past, self.run)}
         self._writer = LineWriter(LineFile(_path(run_dir), BYTES_MAX))
 

@@ -56,13 +56,13 @@ class Ending:
 
     def shut_down(self, drain_ms: int, now_ns: int) -> list[Action]:
         until_ns = now_ns + drain_ms * _MS
+        self._hands_over |= bool(self._core.failed)
         if self.stage is NodeStage.DRAINING and until_ns < self._drain_ends_ns:
             self._drain_until(until_ns)  # asked again: the shorter time counts
             return self._say(now_ns)
         if self.stage is not NodeStage.RUNNING:
             return []
         self.stage = NodeStage.DRAINING
-        self._hands_over = bool(self._core.failed)
         self._drain_until(until_ns)
         self._core.history.stopping(self._core.failed, drain_ms, now_ns)
         self._say_again_ns = now_ns + COMMAND_RETRY_MS * _MS

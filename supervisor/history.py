@@ -104,11 +104,6 @@ class History:
         new, self._new = list(self._new.values()), {}
         return new
 
-    @property
-    def under_way(self) -> list[str]:
-        """Processes that fell and do not serve again yet."""
-        return list(self._falls)
-
     # ------------------------------------------------------------ the node
 
     def began(self, before: str, silent_ms: float, now_ns: int) -> None:

@@ -35,6 +35,13 @@ class Later:
             self._since_ns = now_ns
         self._actions.append(action)
 
+    def holds(self, name: str, incarnation: int) -> bool:
+        """Whether the start of this one is put off."""
+        return any(
+            isinstance(one, Spawn) and (one.name, one.incarnation) == (name, incarnation)
+            for one in self._actions
+        )
+
     def due(self, now_ns: int, changing: bool, spare_cpus: int) -> bool:
         """Whether it is time for them.
 

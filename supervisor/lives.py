@@ -191,6 +191,8 @@ class Lives:
         process.ended = why
         actions += [Sweep(), Tell("ended", name, why)]
         if not self._core.supervising or process.leaving or self._core.failed:
+            if self._core.supervising and process.leaving:
+                history.over([name], "not started again", now_ns)
             return actions + self._core.ending.step(now_ns)
         if process.in_hand:
             history.decided(name, f"asked for: {self._core.changes.told}")

@@ -14,7 +14,7 @@ from types import FrameType
 import msgspec
 
 from phalanx.protocol import arena, faults, link, rundir
-from phalanx.protocol.background import Background, within
+from phalanx.protocol.background import Background
 from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, call_of, encode
 from phalanx.protocol.config import NodeConfig
@@ -103,7 +103,6 @@ _WARNINGS = frozenset(
     {"lost", "ended", "unhealthy", "stop", "failed", "change failed", "rebalance withdrawn"}
 )
 _DRAIN_S_MAX = 86_400.0
-_WORDS_S = 0.2  # for reading what a process said last: the disk may hang
 _TEND_S = 1.0  # for a look at the files that is under way when the node ends
 
 
@@ -280,8 +279,7 @@ class Node:
 
     def _reap(self, child: Child) -> None:
         code = self._watch.remove(child)
-        find_words = partial(last_words, self._run_dir, child)
-        words = "" if code == 0 else within(_WORDS_S, find_words, "")
+        words = "" if code == 0 else last_words(self._run_dir, child)
         self._events.append(Reaped(child.spec.name, child.incarnation, code, words))
 
     def _on_frame(self, identity: bytes, frame: bytes) -> None:
@@ -351,7 +349,8 @@ class Node:
                 case Spawn() | Sweep() if self._streams_wait:
                     self._later.put_off(action, time.monotonic_ns())
                 case Kill(name, incarnation, number):
-                    self._do_what_was_put_off()  # it may be for a child that is yet to start
+                    if self._later.holds(name, incarnation):  # it is yet to start
+                        self._do_what_was_put_off()
                     self._starts.kill(name, incarnation, number)
                 case Spawn(name, incarnation):
                     self._starts.spawn(name, incarnation)

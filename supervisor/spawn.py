@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from phalanx.protocol.background import within
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import LOG_DIR, open_output
@@ -24,6 +25,7 @@ from phalanx.supervisor.processes import ProcessSpec
 
 _TAIL_BYTES = 64 << 10
 _WORDS_MAX = 500  # characters
+_WORDS_S = 0.2  # for reading them: the disk may hang
 _END_S = 1.0  # for those that were killed to be gone, when the node ends
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -308,7 +310,12 @@ def _undone(control: Control) -> list[tuple[str, int]]:
 
 
 def last_words(run_dir: Path, child: Child) -> str:
-    """Why the child ended, as far as it said: its last logged error, else its last line of output."""
+    """Why the child ended, as far as it said: its last logged error, else its last line of output. Empty, too, if
+    the disk cannot tell in time."""
+    return within(_WORDS_S, partial(_last_words, run_dir, child), "")
+
+
+def _last_words(run_dir: Path, child: Child) -> str:
     said = _last_error(run_dir / LOG_DIR / f"{child.spec.name}.log", child.incarnation)
     if not said:
         lines = [line.strip() for line in _tail(child.out, child.out_start).splitlines()]

@@ -60,6 +60,7 @@ class Starts:
             row = self._board.seats[spec.seat]
             row.worker_incarnation = row.stop_ack = row.go_ack = 0
             row.placement_ready = row.placement_run = row.placement_slots = 0
+            row.forget_doubt()
         try:
             child = self._spawner.spawn(spec, incarnation)
         except OSError as error:  # no room for a process or a pipe: the same as an early death

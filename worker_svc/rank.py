@@ -102,7 +102,7 @@ class Rank:
             self._service.beat()
             if not self._turn():
                 patience = PATIENCE_NS / 1e6 if self._hand.waits else BEAT_PERIOD_MS
-                if self._scrub is not None:
+                if self._scrub is not None and self._agreement is not None:
                     patience = self._scrub.wait_ms(time.monotonic_ns(), patience)
                 self._row.bell.wait(heard, patience)
 

@@ -92,6 +92,7 @@ class Scrub(Generic[Stored]):
         self._reader = Background[tuple[int, Slot, Stored]]("expert")
         self._epochs = 0  # what was begun in an earlier one is dropped
         self._work: Iterator[None] | None = None
+        self._slot: Slot | None = None  # that the work is about
         self._slots = self._rows = 0
         # Of slots by (layer, expert), of rows by (layer, expert, who computed it).
         self._findings: dict[tuple[int, ...], ExpertFinding] = {}
@@ -106,6 +107,8 @@ class Scrub(Generic[Stored]):
 
     def leave(self) -> None:
         self._epochs += 1
+        if self._work is not None and self._slot is not None:
+            self._fresh.insert(0, self._slot)
         self._work = None
         self._bits.forget_row()
 
@@ -136,7 +139,9 @@ class Scrub(Generic[Stored]):
             return False
         for epochs, slot, stored in self._reader.ask(partial(self._read, self._epochs, target)):
             if epochs == self._epochs:
-                self._work = self._compare(slot, stored)
+                self._slot, self._work = slot, self._compare(slot, stored)
+            else:
+                self._fresh.insert(0, slot)
         return self._work is not None
 
     # ------------------------------------------------------------ slots

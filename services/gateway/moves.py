@@ -100,7 +100,7 @@ class Moves:
         target = leaders.get((seat.number, stream.request_id))
         if target is not None and target.has_room(beside := need.beside(stream.num_prompt_blocks)):
             return target, beside
-        return self._seats.with_room(now_ns, stream), need
+        return self._seats.with_room(now_ns, stream, seat), need
 
     def withdraw(self, stream: Stream, place: Place) -> None:
         """What it was asked back for may be had by others."""

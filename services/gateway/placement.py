@@ -169,7 +169,7 @@ class Placement:
         `resumed`: no arrivals, and those that can start at once before the others, behind which they would wait."""
         held_up: list[tuple[bool, int, int, Stream]] = []
         tight: list[tuple[bool, int, int, Stream]] = []
-        while self._waiting and len(held_up) < HELD_UP_MAX:
+        while self._waiting and len(held_up) + len(tight) < HELD_UP_MAX:
             if resumed and self._waiting[0][0]:
                 break
             entry = heapq.heappop(self._waiting)

@@ -68,14 +68,14 @@ class Seat:
     def withdraw(self, number: int) -> None:
         self.promised_blocks = self.promised_blocks.less(self.promised.pop(number, NOTHING))
 
-    def has_room(self, need: Need) -> bool:
-        """Whether one more sequence could start here at once: within the watermark, or because there are blocks for
-        all of it and for all that everyone here may need in the end."""
+    def has_room(self, need: Need, ahead: bool = True) -> bool:
+        """Whether one more sequence could start here at once: within the watermark, or, if it goes ahead of
+        arrivals, because there are blocks for all of it and for all that everyone here may need in the end."""
         load = self.load
         if load is None or len(self.promised) >= load.room_sequences:
             return False
         spare = load.spare_blocks - self.promised_blocks.in_the_end
-        return need.now <= self.room_blocks or need.in_the_end <= spare
+        return need.now <= self.room_blocks or (ahead and need.in_the_end <= spare)
 
     @property
     def room_blocks(self) -> int:
@@ -170,11 +170,18 @@ class Seats:
         loads = [seat.load for _, seat in seats if seat.load and seat.peer]
         return tuple([msgspec.structs.replace(load, stuck=()) for load in loads])
 
-    def with_room(self, now_ns: int, stream: Stream) -> Seat | None:
-        """The least loaded seat that could start this sequence at once, and lets it grow as far as it may."""
+    def with_room(self, now_ns: int, stream: Stream, here: Seat) -> Seat | None:
+        """The least loaded seat that could start this sequence at once, and lets it grow as far as it may. It waits
+        `here`; to any other one it would come ahead of arrivals."""
         tokens, need, closed = stream.num_tokens_max, need_of(stream), self.closed_for(stream)
         seats = [seat for seat in self.by_number.values() if seat.number not in closed]
-        found = [s for s in seats if s.takes(now_ns) and s.holds(tokens) and s.has_room(need)]
+        found = [
+            seat
+            for seat in seats
+            if seat.takes(now_ns)
+            and seat.holds(tokens)
+            and seat.has_room(need, ahead=stream.resumed or seat is not here)
+        ]
         return min(found, key=_load, default=None)
 
     def _open(self, now_ns: int, resumed: bool) -> list[Seat]:
@@ -219,7 +226,7 @@ class Seats:
         ):
             return None  # one that holds it is there, and is busy
         usable = roomy or usable
-        fit = [seat for seat in usable if seat.has_room(need)]
+        fit = [seat for seat in usable if seat.has_room(need, resumed)]
         if not fit and not resumed:
             # Nor does an arrival take the room for which others are on their way back.
             usable = [seat for seat in usable if not seat.expects] or usable
@@ -229,7 +236,7 @@ class Seats:
             least = min(usable, key=lambda seat: (max(0, need.now - seat.room_blocks), _load(seat)))
         for seat in usable:
             near = seat.number == beside and len(seat.streams) <= len(least.streams) + worth
-            if near and (not fit or seat.has_room(need.beside(worth))):
+            if near and (not fit or seat.has_room(need.beside(worth), resumed)):
                 return seat
         return least
 

@@ -8,6 +8,7 @@ import msgspec
 
 from phalanx.protocol.config import HttpConfig
 from phalanx.protocol.errors import ConfigError
+from phalanx.protocol.limits import CLIENT_STALL_MS
 from phalanx.protocol.log import Logger
 from phalanx.protocol.rundir import HTTP_FILE, write_whole
 
@@ -28,6 +29,8 @@ def listen(config: HttpConfig, run_dir: Path, log: Logger) -> socket.socket:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Of each connection: of one whose reader has gone away or takes nothing the kernel lets go then.
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_STALL_MS)
         try:
             found.bind((config.host, choice))
             found.listen(_BACKLOG)

@@ -141,12 +141,12 @@ class Server:
         whole.callback(counted.end)
         try:
             who = self.keys.who(request.headers)
-            if self.stopping:
-                raise HttpError(503, "shutdown", "the server is stopping", retry_after_s=5)
+            self._refuse_if_stopping()
             body, size = await self._sized_body(request)
             self._check_model(body)
             asked = await self._understood(ask, body, size)
             timeout_s = self._timeout_s(request, body)
+            self._refuse_if_stopping()  # since it came
             await self._while_connected(request, whole.enter_async_context(self.gate.place(who)))
             running = Running(self.client, asked.specs, timeout_s)
             whole.callback(running.abandon)
@@ -248,6 +248,10 @@ class Server:
         text = await asyncio.to_thread(exposition, self.run_dir, self.counts.registry)
         return Response(text, media_type=CONTENT_TYPE)
 
+    def _refuse_if_stopping(self) -> None:
+        if self.stopping:
+            raise HttpError(503, "shutdown", "the server is stopping", retry_after_s=5)
+
     async def _health(self, request: Request) -> Response:
         try:
             health = await self.client.health(timeout=HEALTH_S)
@@ -258,7 +262,7 @@ class Server:
             "healthy": status == 200,
             "epoch": health.epoch,
             "model": health.model,
-            "reasons": list(health.reasons),
+            "reasons": [*health.reasons, *(["http is stopping"] if self.stopping else [])],
         }
         return _json(body, status)
 

@@ -33,9 +33,8 @@ from phalanx.services.model_limits import read_model
 
 _BEAT_S = BEAT_PERIOD_MS / 1000
 _POLL_S = 0.02
-_GRACE_S = (
-    1  # for replies under way at the end of the node: the gateway has finished its streams by then
-)
+# For replies under way at the end of the node: the gateway has finished its streams by then.
+_GRACE_S = 1
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 

@@ -63,7 +63,8 @@ def scale(ranks: int, timeout: float, run_dir: Path | None, as_json: bool) -> No
 @run_dir_option
 @json_option
 def restart(names: tuple[str, ...], timeout: float, run_dir: Path | None, as_json: bool) -> None:
-    """Replace processes one after the other, each when the node is whole again; no request fails.
+    """Replace processes one after the other, each when the node is whole again; no request fails (HTTP finishes
+    replies for 30 s and answers others with 503 meanwhile).
 
     \b
     NAMES are process names (worker-1), prefixes of them (tokenizer), or all: everything but the

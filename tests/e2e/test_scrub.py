@@ -58,7 +58,8 @@ def test_a_flipped_bit_of_an_expert_is_named_until_its_worker_is_replaced(node: 
     wait_for(lambda: node.look().scrubbed.checked > ranks.checked + 1, 60, "ranks compared")
     told = [t for t in node.look().processes[0].detail.split("; ") if "the scrubber" in t]
     named = f"worker-{wrong} holds other bits of expert {expert} of layer {layer}"
-    assert len(told) == 1 and named in told[0], "nobody else is blamed"
+    # Ranks that were being compared at that moment may differ, this one from the others.
+    assert named in " ".join(told) and all(f"worker-{wrong}" in text for text in told)
 
     node("restart", f"worker-{wrong}")
     node.wait_healthy()

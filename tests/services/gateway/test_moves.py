@@ -354,6 +354,15 @@ def test_a_rank_may_be_filled_where_all_have_room_to_their_ends() -> None:
     assert desk.asked_back() == [(0, (name(first),))]
 
 
+def test_an_arrival_does_not_wait_where_only_others_could_start() -> None:
+    """A pool above the watermark takes those that are ahead of arrivals, if all have room to their ends."""
+    desk = Two()
+    (first,) = stuck_at_0(desk)
+    desk.load(1, room=9)
+    desk.load(0, first, spare=50)
+    assert desk.asked_back() == [(0, (name(first),))]
+
+
 def test_the_room_of_one_that_comes_back_is_not_promised_to_the_next() -> None:
     """Its end and the load report with those that still wait come together."""
     desk = Two()
