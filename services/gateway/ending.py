@@ -26,6 +26,10 @@ class Ending:
         self._hand_over_until_ns = until_ns
 
     @property
+    def begun(self) -> bool:
+        return self._drain_until_ns is not None or self.hands_over
+
+    @property
     def hands_over(self) -> bool:
         return self._hand_over_until_ns is not None
 
