@@ -80,9 +80,11 @@ def test_a_process_that_crashes_again_and_again_has_a_code_of_its_own(up: Foregr
         _crash_worker(up)
         assert {arena.kind_of(name) for name in up.node.names()} <= {arena.TOKENS}
         again = Foreground(up.node.run_dir)
-        again.ready()
-        assert [one.token_ids for one in stream.results()] == fault_free
-        again.close()
+        try:
+            again.ready()
+            assert [one.token_ids for one in stream.results()] == fault_free
+        finally:
+            again.close()
 
 
 def _crash_worker(up: Foreground) -> None:
