@@ -134,6 +134,20 @@ def test_a_node_that_fails_leaves_its_streams_to_the_next_one() -> None:
     assert finished.code == ExitCode.BAD_INPUT
 
 
+def test_a_node_that_fails_while_it_drains_leaves_what_still_runs_to_the_next_one() -> None:
+    story = running().feed(ShutdownAsked(50_000))
+    story.take(Send)
+    story.dies("worker-1", code=ExitCode.BAD_INPUT)
+    told = [s.message for s in story.take(Send) if s.name == "gateway"]
+    assert HandOver(HAND_OVER_MS) in told and not [m for m in told if isinstance(m, Drain)]
+
+
+def test_http_that_drains_for_a_restart_is_not_killed_by_a_stop() -> None:
+    story = running(http=True).feed(ChangeAsked(b"operator", Restart(7, ("http",), 60.0)))
+    story.wait(100).feed(ShutdownAsked(20_000)).wait(2000)
+    assert [kill for kill in story.take(Kill) if kill.name == "http"] == []
+
+
 def test_a_gateway_that_does_not_end_is_killed_and_reported() -> None:
     story = running().feed(ShutdownAsked(1000)).wait(1000 + DRAIN_GRACE_MS - 100)
     assert Kill("gateway", 1, signal.SIGKILL) not in story.actions

@@ -851,6 +851,14 @@ def test_a_new_gateway_adopts_what_runs_and_submits_only_the_rest() -> None:
     assert delta == Delta("r" * 32, 1, 1, (11,), "[11]")
 
 
+def before_lists() -> Desk:
+    """Two sequences are known from the journal; of the two ranks only the second has said what it runs."""
+    desk = Desk(Recovered(entry(n=2)), seats=0)
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    desk.scheduler(1)
+    return desk
+
+
 def halves(desk: Desk, seat: int, incarnation: int = 1) -> list[SequenceList]:
     """What the scheduler of a seat runs, in two pieces; it says neither yet."""
     peer = b"scheduler-%d#%d" % (seat, incarnation)
@@ -886,9 +894,7 @@ def test_what_a_scheduler_runs_counts_when_all_of_it_is_told() -> None:
 
 def test_what_breaks_off_counts_as_nothing_told() -> None:
     """Its scheduler died over it; the next one there runs nothing, and says so."""
-    desk = Desk(Recovered(entry(n=2)), seats=0)
-    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
-    desk.scheduler(1)
+    desk = before_lists()
     first, second = halves(desk, 0)
     desk.says(b"scheduler-0#1", first)
     desk.core.on_topology(Topology(4, (Seat(0, 1, 2, "member"), Seat(1, 1, 1, "member"))), desk.now)
@@ -900,9 +906,7 @@ def test_what_breaks_off_counts_as_nothing_told() -> None:
 
 
 def test_a_list_that_lacks_a_piece_is_asked_for_again() -> None:
-    desk = Desk(Recovered(entry(n=2)), seats=0)
-    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
-    desk.scheduler(1)
+    desk = before_lists()
     _, second = halves(desk, 0)
     desk.says(b"scheduler-0#1", second)
     desk.passes(400)
