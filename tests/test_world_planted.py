@@ -20,7 +20,7 @@ from phalanx.scheduler_svc.core import Scheduler
 from phalanx.scheduler_svc.seat import SeatLink
 from phalanx.scheduler_svc.state import Sequence as SchedulerSequence
 from phalanx.services.client_core import ClientCore
-from phalanx.services.gateway.admission import Pending, Settings
+from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.attempts import Attempts
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Recovered, Scored
@@ -38,6 +38,7 @@ from phalanx.supervisor.group import Group, GroupPhase
 from phalanx.supervisor.lives import Lives as ProcessLives
 from phalanx.supervisor.process import Process
 from phalanx.worker_svc.slots import Slots
+from sim.gateway_fakes import accept_what_is_not_durable
 from sim.gateway_world import Disk
 from sim.hash_worker import HashWorker
 from sim.host import Child
@@ -234,12 +235,7 @@ def accepts_before_the_journal_has_synced(patch: Patch) -> None:
     right = Core.take_ops
 
     def take(self: Core) -> tuple[int, list[Op]]:
-        waiting = self._logs._ledger._waiters
-        for number, waiter in list(waiting):
-            if isinstance(waiter, Pending):
-                waiting.remove((number, waiter))
-                request = self._admission.accept(waiter)
-                self._lives.accept(request, waiter.client, waiter.message.call, self._tick_at_ns)
+        accept_what_is_not_durable(self)
         return right(self)
 
     patch.setattr(Core, "take_ops", take)

@@ -40,6 +40,8 @@ from phalanx.protocol.messages import (
     Tokens,
     TokensItem,
 )
+from phalanx.services.gateway.admission import Pending
+from phalanx.services.gateway.core import Core
 
 VOCAB = 64
 EOS = 1
@@ -402,3 +404,13 @@ class FakeScheduler:
             array("i", [row[2] for row in rows]).tobytes(),
         )
         return Tokens(self.seat, self.incarnation, self.seq, tuple(items), columns)
+
+
+def accept_what_is_not_durable(core: Core) -> None:
+    """A bug to plant: a client hears that its request is accepted before the journal has it."""
+    waiting = core._logs._ledger._waiters
+    for number, waiter in list(waiting):
+        if isinstance(waiter, Pending):
+            waiting.remove((number, waiter))
+            request = core._admission.accept(waiter)
+            core._lives.accept(request, waiter.client, waiter.message.call, core._tick_at_ns)

@@ -17,7 +17,6 @@ from phalanx.protocol.messages import (
 )
 from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Spec
-from phalanx.services.gateway.admission import Pending
 from phalanx.services.gateway.attempts import Attempts
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Note, Op, Produced, Scored
@@ -27,6 +26,7 @@ from phalanx.services.gateway.placement import Placement
 from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.streams import Stream
 from phalanx.services.gateway.texts import Texts
+from sim.gateway_fakes import accept_what_is_not_durable
 from sim.gateway_world import Faults, World, check_flow, check_nothing_left, run_seed
 
 MS = 1_000_000
@@ -198,12 +198,7 @@ def _accepted_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Core.take_ops
 
     def take(self: Core) -> tuple[int, list[Op]]:
-        waiting = self._logs._ledger._waiters
-        for number, waiter in list(waiting):
-            if isinstance(waiter, Pending):
-                waiting.remove((number, waiter))
-                request = self._admission.accept(waiter)
-                self._lives.accept(request, waiter.client, waiter.message.call, 0)
+        accept_what_is_not_durable(self)
         return original(self)
 
     monkeypatch.setattr(Core, "take_ops", take)
