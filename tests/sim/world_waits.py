@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.limits import BLOCK_SIZE
+from phalanx.scheduler_svc.blocks import blocks_for
+from phalanx.scheduler_svc.prefill import may_start
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import Sequence
 from sim.world_body import MS
@@ -72,7 +74,7 @@ class Waits:
 
     def _fits(self, body: "SchedulerBody", sequence: Sequence, tokens_max: int) -> bool:
         rank, config = body.core.rank, self._world.shape.config
-        total, needed = rank.pool.total, -(-sequence.num_tokens // BLOCK_SIZE)
+        total, needed = rank.pool.total, blocks_for(sequence.num_tokens)
         if rank.num_waiting or not rank.free_slots or rank.num_running >= config.max_num_seqs:
             return False
         if tokens_max > total * BLOCK_SIZE:
@@ -80,7 +82,10 @@ class Waits:
         if not rank.num_running:
             return needed <= rank.pool.free
         used = rank.pool.used + needed
-        return used <= config.prefill_watermark * total and used + rank.num_running <= total
+        if used <= config.prefill_watermark * total and used + rank.num_running <= total:
+            return True
+        in_the_end = rank.blocks_in_the_end(sequence)
+        return rank.pool.used + rank.reserved + in_the_end <= total
 
 
 def _serves(node: "Node", gateway: "GatewayBody", body: "SchedulerBody") -> bool:
@@ -96,8 +101,5 @@ def _waits_for_room(rank: Rank, config: SchedulerConfig) -> list[Sequence]:
     waiting = [one for one in rank.waiting if rank.leader_of(one) is None]
     if not waiting:
         return []
-    first, running = waiting[0], rank.num_running
-    needed = -(-first.num_tokens // BLOCK_SIZE)
-    used = rank.pool.used + (needed if first.ahead and running else 0)
-    full = used > config.prefill_watermark * rank.pool.total or needed > rank.pool.free
-    return waiting if full or not rank.free_slots or running >= config.max_num_seqs else []
+    room = may_start(rank, waiting[0], config.max_num_seqs, config.prefill_watermark)
+    return [] if room else waiting
