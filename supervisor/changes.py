@@ -13,6 +13,7 @@ from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import (
     BACK_MS,
     CHANGE_S_MAX,
+    COMMAND_RETRY_MS,
     HAND_OVER_MS,
     HTTP_DRAIN_MS,
     KILL_GRACE_MS,
@@ -200,15 +201,24 @@ class Changes:
             return []
         if not process.kill_ns:
             asked = _LAST_WORDS.get(process.spec.kind) if process.stage is Stage.READY else None
-            grace_ms = asked[1] if asked else 0
-            process.kill_ns = now_ns + (grace_ms + TERM_GRACE_MS) * _MS
+            process.ends_ns = now_ns + (asked[1] * _MS if asked else 0)
+            process.kill_ns = process.ends_ns + TERM_GRACE_MS * _MS
             if not asked:
                 return [Kill(name, incarnation, signal.SIGTERM)]
-            return [Send(name, incarnation, asked[0](asked[1]))]
+            return self._last_words(process, now_ns)
+        if process.say_again_ns <= now_ns < process.ends_ns:
+            return self._last_words(process, now_ns)
         if now_ns < process.kill_ns:
             return []
         told_ns, process.kill_ns = process.kill_ns, now_ns
         return self._overdue(process, told_ns, now_ns)
+
+    def _last_words(self, process: Process, now_ns: int) -> list[Action]:
+        """What it has to do, and in which time. Said again every so often: a word may be lost."""
+        process.say_again_ns = now_ns + COMMAND_RETRY_MS * _MS
+        word, _ = _LAST_WORDS[process.spec.kind]
+        left_ms = (process.ends_ns - now_ns) // _MS
+        return [Send(process.spec.name, process.incarnation, word(left_ms))]
 
     def _overdue(self, process: Process, told_ns: int, now_ns: int) -> list[Action]:
         why = "did not end when told to"

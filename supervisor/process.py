@@ -67,6 +67,8 @@ class Process:
     # A change that was asked for decides what follows its end, which is no failure either.
     in_hand: bool = False
     kill_ns: int = 0  # in hand and told to end: when it gets SIGKILL; 0: not told
+    ends_ns: int = 0  # until then it may hand over or drain; it has been told to, and is told again
+    say_again_ns: int = 0
     asked_starts: int = 0  # of its starts, those that no failure made necessary
     fingerprint: str = ""  # of the numerics, as a ready worker said
 

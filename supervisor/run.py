@@ -65,6 +65,7 @@ def run_processes(
         write_failure(run_dir, ExitCode.BAD_INPUT if bad_input else ExitCode.UNHEALTHY, str(error))
         raise
     finally:
+        arena.close_owned()  # an interrupt or a full /dev/shm comes at any line
         lock.release()
 
 

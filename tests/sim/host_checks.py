@@ -86,6 +86,7 @@ class Checks:
         self.answered: set[tuple[bytes, int]] = set()
         self.gateway_hurt_ns = 0  # when the last fault struck it
         self.gateway_slept = False  # in whatever way: it may have lost all its time so
+        self.gateway_served = False  # some incarnation of it did
         self.stop_ns = 0  # by when the node was told to have drained; 0: it was not told to stop
         self.ended: dict[
             str, tuple[Child, int]
@@ -130,7 +131,10 @@ class Checks:
         """It died by itself, or does not turn any more; some of those go on after a while."""
         if child.spec.kind == "gateway":
             self.gateway_hurt_ns = self.host.now_ns
-            self.gateway_slept |= child.mood in ("starved", "deaf", "paging", "asleep")
+            patience = (
+                child.mood == "deadlocked" and not child.said_ready
+            )  # one that starts has much
+            self.gateway_slept |= patience or child.mood in ("starved", "deaf", "paging", "asleep")
 
     def sigkilled(self, child: "Child") -> None:
         supervising = self.host.core.stage in (NodeStage.RUNNING, NodeStage.DRAINING)
@@ -448,8 +452,8 @@ class Checks:
         late = host.now_ns >= self.stop_ns + DRAIN_GRACE_MS * _MS
         if late or host.core.failed or gateway is None or not self.stop_ns:
             return
-        if not gateway.said_ready and gateway.incarnation == 1:
-            return  # nobody can have asked it for anything
+        if not (gateway.said_ready or self.gateway_served):
+            return  # nobody can have asked for anything
         last, code = self.ended.get("gateway", (None, -1))
         drained = last is gateway and code == ExitCode.OK and gateway.termed
         self.require(drained, f"the drain ends, and gateway#{gateway.incarnation} has not drained")

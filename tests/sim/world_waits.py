@@ -13,6 +13,7 @@ from phalanx.scheduler_svc.blocks import blocks_for
 from phalanx.scheduler_svc.prefill import may_start
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import Sequence
+from phalanx.services.gateway.seats import Need
 from sim.world_body import MS
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ class Waits:
         now_ns, since = self._world.now_ns, dict[Name, int]()
         ranks = [one for one in node.schedulers() if _serves(node, gateway, one)]
         for body in ranks:
-            for sequence in _waits_for_room(body.core.rank, self._world.shape.config):
+            rank = body.core.rank
+            for sequence in _waits_for_room(rank, self._world.shape.config):
+                need = Need(blocks_for(sequence.num_tokens), rank.blocks_in_the_end(sequence))
                 stream = gateway.core._find(*sequence.key)
                 if stream is None or stream.pin is not None or stream.place is None:
                     continue
@@ -56,7 +59,7 @@ class Waits:
                 if any(
                     other is not body
                     and other.seat not in gateway.core._placement.seats.closed_for(stream)
-                    and self._fits(other, sequence, stream.num_tokens_max)
+                    and self._fits(other, need, stream.num_tokens_max)
                     for other in ranks
                 ):
                     since[sequence.key] = self._since.get(sequence.key, now_ns)
@@ -72,20 +75,19 @@ class Waits:
             )
         self._since = since
 
-    def _fits(self, body: "SchedulerBody", sequence: Sequence, tokens_max: int) -> bool:
+    def _fits(self, body: "SchedulerBody", need: Need, tokens_max: int) -> bool:
         rank, config = body.core.rank, self._world.shape.config
-        total, needed = rank.pool.total, blocks_for(sequence.num_tokens)
+        total = rank.pool.total
         if rank.num_waiting or not rank.free_slots or rank.num_running >= config.max_num_seqs:
             return False
         if tokens_max > total * BLOCK_SIZE:
             return False
         if not rank.num_running:
-            return needed <= rank.pool.free
-        used = rank.pool.used + needed
+            return need.now <= rank.pool.free
+        used = rank.pool.used + need.now
         if used <= config.prefill_watermark * total and used + rank.num_running <= total:
             return True
-        in_the_end = rank.blocks_in_the_end(sequence)
-        return rank.pool.used + rank.reserved + in_the_end <= total
+        return rank.pool.used + rank.reserved + need.in_the_end <= total
 
 
 def _serves(node: "Node", gateway: "GatewayBody", body: "SchedulerBody") -> bool:

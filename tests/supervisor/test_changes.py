@@ -6,7 +6,13 @@ import pytest
 from supervisor.test_core import Story, running
 
 from phalanx.protocol.errors import Code, ExitCode
-from phalanx.protocol.limits import HTTP_DRAIN_MS, STANDBY_MS, TERM_GRACE_MS
+from phalanx.protocol.limits import (
+    COMMAND_RETRY_MS,
+    HAND_OVER_MS,
+    HTTP_DRAIN_MS,
+    STANDBY_MS,
+    TERM_GRACE_MS,
+)
 from phalanx.protocol.messages import Drain, Error, HandOver, Restart, Restarted, Scale, Scaled
 from phalanx.supervisor.events import (
     BecameReady,
@@ -278,6 +284,23 @@ def test_http_finishes_the_replies_that_have_begun() -> None:
     assert [s.message for s in story.take(Send) if s.name == "http"] == [Drain(HTTP_DRAIN_MS)]
     ends(story, "http").ready("http")
     assert isinstance(answer(story), Restarted)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "limit_ms"),
+    [("gateway", HandOver, HAND_OVER_MS), ("http", Drain, HTTP_DRAIN_MS)],
+)
+def test_the_word_to_end_is_said_again(
+    name: str, word: type[HandOver | Drain], limit_ms: int
+) -> None:
+    """It may have been lost; and each time there is less time left."""
+    story = ask(running(http=True), Restart(7, (name,), 60.0))
+    for _ in range(10):
+        story.wait(COMMAND_RETRY_MS // 4)
+    left_ms = [limit_ms - COMMAND_RETRY_MS * number for number in range(3)]
+    sent = [s.message for s in story.take(Send) if s.name == name]
+    assert sent == [word(ms) for ms in left_ms if ms > 0]
+    assert story.take(Kill) == []
 
 
 @pytest.mark.parametrize("name", ["gateway", "worker-1"])
