@@ -242,6 +242,8 @@ class StatsReply(Message, frozen=True):
     # Sequences accepted here or taken over unfinished: those that finished, and those that are open.
     sequences: int = 0
     open_sequences: int = 0
+    # Answers of services to what no longer matters, dropped: an earlier gateway asked, or another one answered first.
+    stale_answers: int = 0
 
 
 class Health(Message, frozen=True):

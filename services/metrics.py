@@ -180,6 +180,11 @@ class _Node:
         for reason in ("stop", "length", "abort", "error"):
             finished.add_metric([reason], stats.finished.get(reason, 0))
         yield finished
+        yield _counter(
+            "phalanx_stale_answers",
+            "Answers of services to calls that are over or were an earlier gateway's, dropped.",
+            stats.stale_answers,
+        )
 
     def _kvstore(self) -> Iterator[Metric]:
         stats = self._ask(KVSTORE_SOCKET, KVStats(1), KVReply, KVStatsReply)

@@ -64,7 +64,8 @@ class Attempts:
     ) -> None:
         self._send, self._seats, self._moves, self._again = send, seats, moves, again
         self._first_attempt = first_attempt
-        self._last_call = first_call
+        self._first_call = self._last_call = first_call
+        self.num_stale = 0  # answers to what the last gateway asked, or what is over
         self._calls: dict[int, Stream] = {}  # Submits not answered
         # Seat, command, and when to repeat it (0: sent just now, the next tick decides).
         self._aborts: dict[int, tuple[int, AbortSequence, int]] = {}
@@ -190,6 +191,8 @@ class Attempts:
     def on_submitted(self, peer: bytes, message: Submitted, now_ns: int) -> None:
         stream = self._calls.get(message.call)
         if stream is None or stream.place is None:
+            # Not stale: tokens that came first were as good.
+            self.num_stale += not self._first_call < message.call <= self._last_call
             return
         seat = self._seats.by_number[stream.place.seat]
         if seat.peer == peer and message.incarnation == seat.incarnation:
@@ -208,6 +211,7 @@ class Attempts:
             or seat is None
             or stream.place.seat != seat.number
         ):
+            self.num_stale += 1
             return None
         acknowledged = stream.place.acknowledged
         self.unplace(stream)
@@ -227,6 +231,8 @@ class Attempts:
             abort = known[1]
             self._end_abort(call, abort)
             self._final_seen(seat, abort.request_id, abort.index, abort.attempt)
+        else:
+            self.num_stale += 1
 
     # --- tokens ---
 

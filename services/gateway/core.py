@@ -230,6 +230,7 @@ class Core:
             self._placement.seats.loads(),
             self._lives.num_sequences,
             self._admission.sequences - sum(one.message.n for one in pending),
+            self._texts.num_stale + self._attempts.num_stale,
         )
 
     # ------------------------------------------------------------ services

@@ -95,6 +95,9 @@ class Texts:
         self._encodes: deque[EncodeJob] = deque()
         self._dirty: dict[int, Stream] = {}  # streams with tokens to decode
         self._last_call = first_call
+        self.num_stale = (
+            0  # answers to what the last gateway asked, or what others were asked meanwhile
+        )
         self._patience_ns = DECODE_RETRY_NS
         self.failed: list[EncodeJob | Stream] = []  # jobs that too many tokenizers died over
 
@@ -227,6 +230,7 @@ class Texts:
                         worn_ns = self._patience_ns - self._patience_ns // 64
                         self._patience_ns = max(DECODE_RETRY_NS, worn_ns)
                     return self._forget(tokenizer, call)
+        self.num_stale += 1
         return None
 
     def _forget(self, tokenizer: Tokenizer, call: int) -> EncodeJob | DecodeJob:

@@ -982,8 +982,14 @@ def test_answers_to_the_last_gateway_are_no_answers_to_this_one() -> None:
     (item,) = decode.items
     for call in range(200):
         desk.says(peer, Decoded(call, (DecodedItem(item.stream, ("wrong",), "", b""),)))
+    for call in range(200):
+        desk.says(seat, Submitted(call, 0, 1))
+        desk.says(seat, Done(call))
     desk.decodes()
     assert desk.told() == [Delta(rid, 0, 0, (7,), "[7]")]
+    desk.asks(Stats(7))
+    (stats,) = desk.told()
+    assert isinstance(stats, StatsReply) and stats.stale_answers == 800
 
 
 def test_a_new_gateway_does_not_wait_for_ever_for_a_scheduler() -> None:
