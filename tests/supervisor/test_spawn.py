@@ -363,6 +363,24 @@ def test_a_child_that_cannot_be_watched_is_not_left_running(
     assert state_of(pid) == "", "reaped"
 
 
+def test_who_got_the_pid_of_a_dead_process_is_left_alone(tmp_path: Path) -> None:
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    first = subprocess.Popen(sleep)
+    pidfd = os.pidfd_open(first.pid)
+    first.kill()
+    first.wait()
+    another = subprocess.Popen(sleep)
+    try:  # as if the kernel had given it the same number, which a test cannot ask for
+        found = Child(sleeper(), 1, another, -1, pidfd, tmp_path / "out", 0)
+        found.kill(signal.SIGKILL)
+        time.sleep(0.2)
+        assert another.poll() is None
+    finally:
+        another.kill()
+        another.wait()
+        os.close(pidfd)
+
+
 def state_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
