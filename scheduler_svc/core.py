@@ -722,7 +722,8 @@ class Scheduler:
             return
         sequence.common = reply.prefix if reply.prefix > reply.state else 0
         if self.store is not None:
-            self.store.note_stored(sequence.keys[: reply.prefix])
+            asked = sequence.keys[: self.restorer.blocks_wanted(sequence)]
+            self.store.found(asked, reply.prefix, reply.state)
         self.rank.take_back(sequence)
 
     def _get_done(self, answer: GetDone, now_ns: int) -> None:

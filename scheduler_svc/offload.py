@@ -47,7 +47,7 @@ class _Job:
 class _Pin:
     block: int  # -1: the pin is on a snapshot region
     region: int
-    key: bytes
+    key: bytes  # of the block; of the block behind which the state is
     deadline_ns: int
 
 
@@ -71,7 +71,8 @@ class Offload:
         self._jobs: deque[_Job] = deque()
         self._pins: dict[int, _Pin] = {}
         self._held = 0  # blocks in jobs and pins
-        self._stored: OrderedDict[bytes, None] = OrderedDict()
+        self._stored: OrderedDict[bytes, None] = OrderedDict()  # blocks
+        self._states: OrderedDict[bytes, None] = OrderedDict()  # by the block behind which each is
         self._quiet_until_ns = 0
 
     @property
@@ -166,11 +167,10 @@ class Offload:
                 self._let_go(block)
             else:
                 puts.append(self._put(_Pin(block, -1, key, deadline_ns)))
-        state = _Pin(-1, job.region, state_key(end), deadline_ns)
-        if state.key in self._stored:
+        if end in self._states:
             self._regions.append(job.region)
         else:
-            puts.append(self._put(state))
+            puts.append(self._put(_Pin(-1, job.region, end, deadline_ns)))
         return puts
 
     def _put(self, pin: _Pin) -> Put:
@@ -183,7 +183,7 @@ class Offload:
             return Put(call, pin.key, "block", handle, deadline_ns=pin.deadline_ns)
         at, size = pin.region * hello.slot_bytes, hello.slot_bytes
         handle = Handle(hello.snapshot_arena, at, size, (size,), "u1", 0, self._state_generation)
-        return Put(call, pin.key, "state", handle, deadline_ns=pin.deadline_ns)
+        return Put(call, state_key(pin.key), "state", handle, deadline_ns=pin.deadline_ns)
 
     def done(self, answer: PutDone) -> None:
         pin = self._pins.pop(answer.call, None)
@@ -191,17 +191,21 @@ class Offload:
             return  # its deadline passed, or it is of an earlier worker
         self._unpin(pin)
         if answer.stored:
-            self.note_stored([pin.key])
+            _remember(self._stored if pin.block >= 0 else self._states, [pin.key])
 
-    def note_stored(self, keys: list[bytes]) -> None:
-        """These need not be put again."""
-        for key in keys:
-            self._stored[key] = None
-            if len(self._stored) > STORED_MAX:
-                self._stored.popitem(last=False)
+    def found(self, keys: list[bytes], prefix: int, state: int) -> None:
+        """The store has the first `prefix` of these blocks, which need not be put again, and of all states the last
+        behind block `state`; what was stored of the rest is evicted."""
+        _remember(self._stored, keys[:prefix])
+        for key in keys[prefix:]:
+            self._stored.pop(key, None)
+        for key in keys[state:]:
+            self._states.pop(key, None)
 
     def lost(self) -> None:
-        """The store is gone or takes nothing: nobody reads any more."""
+        """The store is gone or takes nothing: nobody reads any more. The next one may have less than it had."""
+        self._stored.clear()
+        self._states.clear()
         pins, self._pins = self._pins, {}
         for pin in pins.values():
             self._unpin(pin)
@@ -237,3 +241,10 @@ class Offload:
             for block in blocks:
                 held[block] = held.get(block, 0) + 1
         return sum(self._pool.refs(block) == count for block, count in held.items())
+
+
+def _remember(kept: OrderedDict[bytes, None], keys: list[bytes]) -> None:
+    for key in keys:
+        kept[key] = None
+        if len(kept) > STORED_MAX:
+            kept.popitem(last=False)

@@ -76,13 +76,13 @@ class Restorer:
         if ask is None:
             return None
         sequence = ask.sequence
-        if reply.state > self._wanted(sequence):
+        if reply.state > self.blocks_wanted(sequence):
             self._keying.append(ask)
             return None
         sequence.stored = min(reply.state, len(sequence.keys))
         return sequence
 
-    def _wanted(self, sequence: Sequence) -> int:
+    def blocks_wanted(self, sequence: Sequence) -> int:
         """Blocks that may be loaded: one token at least is computed, where it is forked the last of its prompt."""
         tokens = sequence.num_prompt if sequence.leads else sequence.num_tokens
         return min((tokens - 1) // BLOCK_SIZE, self._staging.num_blocks)
@@ -166,7 +166,7 @@ class Restorer:
         budget = KEYS_PER_TURN
         while self._keying and budget > 0:
             ask = self._keying[0]
-            wanted = self._wanted(ask.sequence)
+            wanted = self.blocks_wanted(ask.sequence)
             budget -= self._extend(ask.sequence, wanted, budget)
             if len(ask.sequence.keys) >= wanted:
                 self._keying.popleft()

@@ -112,6 +112,38 @@ def test_a_stored_prefix_is_not_computed() -> None:
     shop.assert_whole()
 
 
+def falls(shop: Shop) -> None:
+    """It comes again with nothing."""
+    shop.kept.clear()
+    shop.story.event(StoreLost())
+
+
+def evicts(shop: Shop) -> None:
+    shop.kept.clear()
+
+
+def evicts_states(shop: Shop) -> None:
+    """Those alone, as each has its own key."""
+    keys = [key for key in shop.kept if shop.kept[key].size != shop.story.worker.blocks[0].size]
+    assert keys
+    for key in keys:
+        del shop.kept[key]
+
+
+@pytest.mark.parametrize("forgets", [falls, evicts, evicts_states])
+def test_what_the_store_has_no_more_is_put_again(forgets: Callable[[Shop], None]) -> None:
+    shop = Shop().warm()
+    kept = len(shop.kept)
+    forgets(shop)
+    shop.story.submit(1, PROMPT, max_tokens=1)
+    shop.serve()
+    assert cached(shop.story, 1) == 0 and len(shop.kept) == kept
+    shop.story.submit(2, PROMPT, max_tokens=1)
+    shop.serve()
+    assert cached(shop.story, 2) == 256
+    assert shop.story.outputs(2) == shop.story.expected(2, 1)
+
+
 def test_what_can_be_loaded_soon_is_not_computed_now() -> None:
     """Not even where the whole prompt would fit into the step, and no state can be kept of it."""
     shop = Shop(states=1).warm()
