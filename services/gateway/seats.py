@@ -221,10 +221,8 @@ class Seats:
         if not usable:
             return None
         roomy = [seat for seat in usable if seat.holds(tokens)]
-        if not roomy and any(
-            seat.member and seat.holds(tokens) for seat in self.by_number.values()
-        ):
-            return None  # one that holds it is there, and is busy
+        if not roomy and any(seat.holds(tokens) for seat in self.by_number.values()):
+            return None  # one that holds it is there and busy, or comes back
         usable = roomy or usable
         fit = [seat for seat in usable if seat.has_room(need, resumed)]
         if not fit and not resumed:

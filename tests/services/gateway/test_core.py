@@ -157,6 +157,26 @@ def test_one_that_fits_only_a_busy_rank_does_not_hold_up_the_others() -> None:
     assert [(p, s.request_id) for p, s in desk.submits()] == [(b"scheduler-0#1", large[1])]
 
 
+def test_one_that_fits_only_the_rank_that_fell_waits_for_it() -> None:
+    """The smaller one would refuse it, which would be its end."""
+    desk = Desk(seats=1)
+    large = desk.start(Sampling(max_tokens=300))
+    ((peer, submit),) = desk.submits()
+    desk.produces(peer, submit, 0, 8, 9)
+    seats = (*desk.topology.seats, Seat(1, 1, 1, "member"))
+    desk.core.on_topology(Topology(4, seats), desk.now)
+    desk.scheduler(1)
+    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=1, worker_incarnation=1))
+    desk.core.on_topology(Topology(6, (Seat(0, 1, 1, "lost"), seats[1])), desk.now)
+    desk.passes(5_000)
+    assert not desk.submits()
+    desk.core.on_topology(Topology(8, (Seat(0, 2, 1, "member"), seats[1])), desk.now)
+    desk.says(b"scheduler-0#1", SeatLoad(0, 1, True, total_blocks=4, worker_incarnation=2))
+    ((peer, submit),) = desk.submits()
+    assert (peer, submit.request_id) == (b"scheduler-0#1", large)
+    assert array("i", submit.outputs).tolist() == [8, 9]
+
+
 def test_the_pool_of_the_smallest_rank_bounds_a_request() -> None:
     desk = Desk()
     desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=2, worker_incarnation=1))
