@@ -1,5 +1,7 @@
 """A gateway's core on a table: events go in, and what it tells whom is there to compare."""
 
+from collections.abc import Mapping
+
 from phalanx.protocol.errors import Code
 from phalanx.protocol.messages import (
     Accepted,
@@ -45,6 +47,7 @@ class Desk:
         capacity: int = 8,
         scrub_every_s: float = 0.0,
         logged: bool = False,
+        poison: Mapping[str, str] | None = None,
     ) -> None:
         self.now = 0
         draws = iter(range(1, 10**6))
@@ -58,6 +61,7 @@ class Desk:
             capacity,
             lambda bits: next(draws),
             scrub_every_s=scrub_every_s,
+            poison=poison or {},
             logged=logged,
         )
         self.core = Core(settings, recovered, 0)
@@ -71,6 +75,7 @@ class Desk:
             self.says(name, Hello(name.decode()[:-2], "tokenizer", 1))
         for seat in range(seats):
             self.scheduler(seat)
+        self.first_ops = self.ops  # of its start
         self.clear()
 
     def clear(self) -> None:

@@ -93,6 +93,7 @@ class GatewayNode:
         slots: int = 64,
         gateway: GatewayConfig = GatewayConfig(),  # noqa: B008
         step_s: float = STEP_S,
+        module: str = "phalanx.services.gateway",
     ) -> None:
         self.run_dir = prepare(Path(tempfile.mkdtemp(prefix="phgw")))
         model_dir = self.run_dir / "model"
@@ -109,7 +110,7 @@ class GatewayNode:
             scheduler=SchedulerConfig(max_num_seqs=slots),
         )
         self.config.save()
-        self._slots, self._step_s = slots, step_s
+        self._slots, self._step_s, self._module = slots, step_s, module
         self._context: zmq.Context[Any] = zmq.Context()
         self.board = Board.create(self.config.node)
         seats = tuple(Seat(seat, 1, 1, "member") for seat in range(ranks))
@@ -165,15 +166,18 @@ class GatewayNode:
             "--death-fd": death_write,
             "--life-fd": life_read,
         }
-        command = [sys.executable, "-P", "-m", "phalanx.services.gateway"]
+        command = [sys.executable, "-P", "-m", self._module]
         command += [str(part) for pair in arguments.items() for part in pair]
         self.process = subprocess.Popen(command, pass_fds=(life_read, death_write))
         limits = (file_bytes_max, resource.RLIM_INFINITY)  # long before it has imported anything
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
         for fd in (life_read, death_write, death_read):
             os.close(fd)
-        incarnation = self.incarnation
-        wait_for(lambda: incarnation in self._ready, "the gateway is ready")
+        incarnation, process = self.incarnation, self.process
+        wait_for(
+            lambda: incarnation in self._ready or process.poll() is not None,
+            "the gateway is ready, or has crashed",
+        )
 
     def kill(self) -> None:
         assert self.process is not None

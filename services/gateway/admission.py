@@ -5,9 +5,9 @@ it is the same request.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -38,6 +38,7 @@ class Settings:
     history_bytes: int = 64 << 20
     history_ttl_s: int = 3600
     scrub_every_s: float = 0.0  # 0: never
+    poison: Mapping[str, str] = field(default_factory=dict[str, str])  # to be given up, and why
     logged: bool = False  # tokens could not be made again the same: they are journalled before told
 
 

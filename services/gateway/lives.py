@@ -14,7 +14,7 @@ from phalanx.services.gateway.entries import Recovered
 from phalanx.services.gateway.kept import Kept
 from phalanx.services.gateway.logs import Logs
 from phalanx.services.gateway.placement import Placement
-from phalanx.services.gateway.recovery import Recovery, recall
+from phalanx.services.gateway.recovery import Recovery, recall, recall_ends
 from phalanx.services.gateway.requests import Request
 from phalanx.services.gateway.streams import End, Stream
 from phalanx.services.gateway.texts import Texts
@@ -39,7 +39,7 @@ class Lives:
         delivery: Delivery,
         finished: Callable[[Request], None],
     ) -> None:
-        self._logged = settings.logged
+        self._logged, self._poison = settings.logged, settings.poison
         self._admission, self._placement, self._texts = admission, placement, texts
         self._recovery, self._logs, self._delivery = recovery, logs, delivery
         self._finished = finished
@@ -82,15 +82,22 @@ class Lives:
         """A request of the last gateway."""
         request = self._admission.recover(one.entry)
         self._requests[request.request_id] = request
-        recall(request, one, self._logged)
+        why = self._poison.get(request.request_id)
+        if why is None:
+            recall(request, one, self._logged)
+        else:
+            recall_ends(request, one.finals, self._logged)
         for stream in request.streams:
-            if stream.final is None:
-                self.num_sequences += 1
+            if stream.final is not None:
+                self._admission.sequence_ended()
+                continue
+            self.num_sequences += 1
+            if why is None:
                 self._recovery.add(stream)
                 self._texts.decode(stream)  # what the log has of it
             else:
-                self._admission.sequence_ended()
-        if request.finished:
+                self.fail(stream, End("error", Code.INTERNAL, why), now_ns)
+        if request.finished and request.finished_ns is None:
             self._keep(request, now_ns)
 
     # --- its readers ---

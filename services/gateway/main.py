@@ -9,7 +9,7 @@ from secrets import randbits
 
 from phalanx.protocol.background import Background
 from phalanx.protocol.codec import Decoder, call_of, encode
-from phalanx.protocol.errors import DecodeError, ExitCode
+from phalanx.protocol.errors import DecodeError, ExitCode, PhalanxError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import (
     BUS_MESSAGE_BYTES_MAX,
@@ -47,6 +47,7 @@ from phalanx.services.gateway.ending import LAST_WORDS_NS, Ending
 from phalanx.services.gateway.entries import Accept, Finish, Recovered
 from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow, told_failure
 from phalanx.services.gateway.overseer import LOOK_NS, Overseer
+from phalanx.services.gateway.poison import crashes, given_up, note_crash
 from phalanx.services.gateway.token_log import TokenLog, recall
 from phalanx.services.model_limits import read_model
 
@@ -297,21 +298,29 @@ def settings_of(service: Service) -> Settings:
         history_bytes=config.gateway.history_bytes,
         history_ttl_s=config.gateway.history_ttl_s,
         scrub_every_s=config.gateway.scrub_every_s,
+        poison=given_up(crashes(service.run_dir)),
         logged=not config.exact,
     )
 
 
 def serve(service: Service) -> None:
-    gateway = Gateway(service)
-    service.ready(note=gateway.note)
-    service.loop(
-        {
-            gateway.clients: gateway.on_clients,
-            gateway.bus: gateway.on_bus,
-            gateway.journal: gateway.on_journal,
-        },
-        gateway.tick,
-        on_supervisor=gateway.on_supervisor,
-        drained=gateway.drained,
-    )
+    try:
+        gateway = Gateway(service)
+        service.ready(note=gateway.note)
+        service.loop(
+            {
+                gateway.clients: gateway.on_clients,
+                gateway.bus: gateway.on_bus,
+                gateway.journal: gateway.on_journal,
+            },
+            gateway.tick,
+            on_supervisor=gateway.on_supervisor,
+            drained=gateway.drained,
+        )
+    except PhalanxError:
+        raise
+    except Exception as error:  # a bug, of which the next gateway shall know who met it
+        if request_id := note_crash(service.run_dir, error):
+            service.log.error("crashes at work on a request", request_id=request_id)
+        raise
     gateway.close()

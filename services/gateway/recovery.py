@@ -6,7 +6,7 @@ it had then. Without a log everybody waits until all have told, or for `RECOVER_
 is made anew: the same tokens, by construction; but not with other numerics than it had.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -126,6 +126,14 @@ def recall(request: Request, one: Recovered, logged: bool) -> None:
             stream.recall(one.produced, scored)
             if one.placed is not None:
                 stream.placed = one.placed.get(stream.index, _nowhere(stream))
+
+
+def recall_ends(request: Request, finals: Mapping[int, Final], logged: bool) -> None:
+    """Of what the last gateway left of it nothing but how its sequences ended."""
+    for stream in request.streams:
+        stream.final = finals.get(stream.index)
+        if logged:
+            stream.logged, stream.end_logged = 0, stream.final is not None
 
 
 def _nowhere(stream: Stream) -> Placed:
