@@ -36,6 +36,7 @@ from sim.hash_worker import EOS, MAX_MODEL_LEN, fault_free
 from sim.token_rows import Handles
 
 RETRY_NS = 40_000_000
+RESEND_NS = 5_000_000
 FIRST_ATTEMPT = 1 << 20  # as of the first gateway of a node
 Send = Callable[[int, BusFromGateway], None]  # (seat, message)
 After = Callable[[int, Callable[[], None]], None]  # (delay_ns, what then)
@@ -60,6 +61,8 @@ class Request:
     code: Code | None = None
     refused: str = ""
     abort: FinishReason | None = None  # asked for, with this reason
+    asks: bool = False  # for what is missing, and more went missing meanwhile
+    asks_again: bool = False
 
     @property
     def over(self) -> bool:
@@ -280,7 +283,7 @@ class ModelGateway:
         whole = item.token_ids or item.finish_reason in ("stop", "length")
         gap = item.prompt_offset > request.num_scores or (whole and not request.scored)
         if item.offset > have or (gap and item.finish_reason != "abort"):
-            self._send(seat, Resend(*key, item.attempt, have, request.num_scores))
+            self._ask_for_rest(request)
             return
         fresh = item.token_ids[have - item.offset :]
         twice = item.token_ids[: have - item.offset]
@@ -297,6 +300,24 @@ class ModelGateway:
             given_back = item.finish_reason == "abort" != request.abort
             request.finish = request.abort if given_back else item.finish_reason
             request.code = item.code
+
+    def _ask_for_rest(self, request: Request, again: bool = False) -> None:
+        """For what is missing: not once more for each piece of an answer that is on its way."""
+        if request.asks and not again:
+            request.asks_again = True
+            return
+        request.asks, request.asks_again = True, False
+        have = len(request.outputs), request.num_scores
+        name = request.request_id, request.index, request.attempt
+        self._send(request.seat, Resend(*name, *have))
+
+        def look() -> None:
+            request.asks = False
+            here = name == (request.request_id, request.index, request.attempt)
+            if request.asks_again and here and not request.over and request.seat >= 0:
+                self._ask_for_rest(request, again=True)
+
+        self._after(RESEND_NS, look)
 
     def _adopt(self, listed: SequenceList) -> None:
         """Of several copies of one sequence, that of the latest attempt."""
