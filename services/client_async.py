@@ -35,6 +35,7 @@ from phalanx.services.client import (
     make_spec,
 )
 from phalanx.services.client_core import Asking, ClientCore
+from phalanx.services.client_ended import Ended
 from phalanx.services.client_flow import Flow, GatewaySilent, Prompt, Result, Spec
 
 _FRAMES_PER_TURN = 200
@@ -177,6 +178,11 @@ class AsyncClient:
 
     async def health(self, *, timeout: float = ANSWER_S) -> HealthReply:
         return await self._ask(Health, HealthReply, timeout)
+
+    @property
+    def ended(self) -> Ended:
+        """What came of sequences after their finals: nothing, of a gateway that keeps to its promise."""
+        return self._core.ended
 
     async def close(self) -> None:
         if self._task is not None:

@@ -39,6 +39,7 @@ from phalanx.protocol.messages import (
     Stats,
     StatsReply,
 )
+from phalanx.services.client_ended import Ended
 from phalanx.services.client_flow import (
     MS,
     REPEAT_NS_MIN,
@@ -97,6 +98,7 @@ class ClientCore:
         self._questions: dict[int, Question] = {}
         # Calls of requests that were given up before they were accepted: aborted when they are.
         self._orphans: dict[int, bool] = {}
+        self.ended = Ended()
         self._life = 0  # of the gateway that answered last
         self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
         self._pinged_ns = -PING_NS
@@ -185,6 +187,8 @@ class ClientCore:
                 flow = self._by_request.get(message.request_id)
                 if flow is not None and not flow.done:
                     self._take(flow, message, now_ns)
+                else:
+                    self.ended.hear_late(message)
             case PromptLogprobs():
                 flow = self._by_request.get(message.request_id)
                 if flow is not None and not flow.done and message.index == 0:
@@ -341,6 +345,7 @@ class ClientCore:
         sequence = flow.sequences[message.index]
         have = sequence.offset
         if sequence.final is not None:
+            self.ended.hear(sequence.final, message)
             return
         flow.repeat_ns = REPEAT_NS_MIN
         flow.repeat_at_ns = now_ns + flow.repeat_ns
@@ -349,9 +354,11 @@ class ClientCore:
             self._mend(flow, now_ns)
         elif isinstance(message, Final):
             sequence.final = message
+            self.ended.beyond(message, have)
             flow.ended.append(message.index)
             self._event(flow, message)
             if flow.done:
+                self.ended.keep(flow.request_id, [s.final for s in flow.sequences])
                 self._close(flow)
         elif message.offset == have:
             if sequence.first_ns is None and message.token_ids:

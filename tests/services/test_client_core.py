@@ -239,6 +239,37 @@ def test_sequences_end_one_by_one() -> None:
     assert flow.done and [r.index for r in flow.results()] == [0, 1]
 
 
+def test_what_comes_after_a_final_is_not_delivered_but_counted() -> None:
+    line = Line()
+    flow = line.start(n=2)
+    line.accept(flow)
+    line.hears(delta(0, 5))
+    line.hears(final(1))
+    line.hears(final(1))
+    line.hears(delta(0, 5))
+    assert not line.core.ended.counts, "an Attach is answered from its offset on: that is legal"
+    line.hears(delta(1, 6, 7))
+    line.hears(final(2))
+    line.hears(delta(0, 5, index=1))
+    line.hears(final(1, index=1))
+    assert flow.done and line.core.ended.counts == {"finals": 1, "tokens": 2}
+    line.hears(final(1, index=1))  # of a request that is over
+    line.hears(msgspec.structs.replace(final(1, index=1), finish_reason="abort"))
+    line.hears(delta(1, 6, index=1))
+    assert line.core.ended.counts == {"finals": 2, "tokens": 3}
+    assert [r.token_ids for r in flow.results()] == [(5,), (5,)]
+    assert line.core.ended.said[-1] == "request r, index 1: final length at 1; tokens up to 2"
+
+
+def test_a_final_before_the_tokens_that_are_here_is_counted() -> None:
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(delta(0, 5, 6, 7))
+    line.hears(final(2))
+    assert flow.done and line.core.ended.counts == {"tokens": 1}
+
+
 def test_a_forgotten_request_is_sent_anew_with_its_seed() -> None:
     line = Line()
     flow = line.start()
