@@ -15,41 +15,23 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bench.chaos_faults import Fault, Schedule
+from phalanx.bench.chaos_streams import Outcome, difference, predicting, receive, requests
 from phalanx.protocol.arena import names, owner_lives
 from phalanx.protocol.config import node_name
-from phalanx.protocol.errors import PhalanxError, Refused
-from phalanx.protocol.messages import (
-    Delta,
-    Inject,
-    Injected,
-    Sampling,
-    StatusQuery,
-    StatusReply,
-)
+from phalanx.protocol.errors import PhalanxError
+from phalanx.protocol.messages import Inject, Injected, StatusQuery, StatusReply
 from phalanx.protocol.queues import read_queues
-from phalanx.services.client import GatewaySilent, RequestTimeout, Spec
 from phalanx.services.client_async import AsyncClient
+from phalanx.services.client_ended import Ended
 from phalanx.supervisor.ask import ask
 
-REQUESTS = 24
 LEAVE_SHARE = 0.1  # of the requests that their client aborts midway
-REQUEST_S_MAX = 240.0
 HEAL_S_MAX = 90.0
+FAULTS_DUE_S = 15.0  # a longer run without a fault shows nothing
 GAPS_TOLD = 3
 JUST_BEFORE_S = 2.0  # a fault shows that much later at most
 _ANSWER_S = 10.0
 _POLL_S = 0.1
-
-
-@dataclass
-class Outcome:
-    """One sequence as it arrived."""
-
-    tokens: list[int] = field(default_factory=list[int])
-    text: str = ""
-    finals: list[str] = field(default_factory=list[str])  # finish reasons: exactly one is right
-    longest_gap_ms: float = 0.0
-    gap_end: float = 0.0  # when that gap was over, time.monotonic
 
 
 @dataclass(frozen=True)
@@ -80,27 +62,9 @@ class Tally:
     left: int = 0  # requests whose client left midway
     refused: int = 0  # before they were accepted
     gaps: list[Gap] = field(default_factory=list[Gap])
+    firsts: list[Gap] = field(default_factory=list[Gap])  # until the first token
     faults: list[Fault] = field(default_factory=list[Fault])
     wrong: list[Wrong] = field(default_factory=list[Wrong])
-
-
-def requests(rng: random.Random, count: int = REQUESTS) -> list[Spec]:
-    """Requests of many kinds; all of them with a seed, since without one there is nothing to compare."""
-    specs: list[Spec] = []
-    for position in range(count):
-        prompt = [rng.randrange(10, 200) for _ in range(rng.choice([1, 3, 17, 64, 129, 300, 900]))]
-        sampling = Sampling(
-            temperature=rng.choice([0, 0.7, 1.0]),
-            top_p=rng.choice([1.0, 0.9]),
-            seed=position,
-            max_tokens=rng.choice([16, 48, 120]),
-            ignore_eos=True,
-            frequency_penalty=0.5 if position % 4 == 1 else 0.0,
-            repetition_penalty=1.1 if position % 4 == 2 else 1.0,
-            stop=("zq", "\x00never") if position % 6 == 3 else (),
-        )
-        specs.append(Spec(tuple(prompt), sampling, n=2 if position % 5 == 4 else 1))
-    return specs
 
 
 class Chaos:
@@ -113,20 +77,24 @@ class Chaos:
         self._specs = requests(self._rng)
         self._wanted: dict[tuple[int, int], Outcome] = {}
         self._tally = Tally()
-        self._started = 0.0
+        self._ended = Ended()
+        self._started = self._seconds = 0.0
 
     async def run(self, seconds: float) -> dict[str, Any]:
         """Raises PhalanxError when the node does not take part: no such node, no `--inject`, unhealthy."""
         if not (await self._status()).healthy:
             raise PhalanxError("the node is not healthy: see phalanx status")
         await self._inject(Fault(0.0, "list", "worker"))
+        self._seconds = seconds
         async with AsyncClient(self._run_dir) as client:
-            found = await asyncio.gather(*(self._receive(client, spec) for spec in self._specs))
+            self._ended = client.ended
+            found = await asyncio.gather(*(receive(client, spec) for spec in self._specs))
             for position, (_, outcomes) in enumerate(found):
                 for index, outcome in enumerate(outcomes):
                     if outcome.finals not in (["length"], ["stop"]):
                         raise PhalanxError("the run without faults did not complete")
                     self._wanted[position, index] = outcome
+            self._specs = predicting(self._specs, self._wanted)
             self._say(f"{len(self._wanted)} sequences recorded without faults")
             self._started = time.monotonic()
             until = self._started + seconds
@@ -144,52 +112,24 @@ class Chaos:
             position = rng.randrange(len(self._specs))
             leave = rng.random() < LEAVE_SHARE
             leave_after = rng.uniform(0.0, 1.0) if leave else None
-            request_id, outcomes = await self._receive(client, self._specs[position], leave_after)
+            request_id, outcomes = await receive(client, self._specs[position], leave_after)
             self._compare(position, request_id, outcomes, leave)
-
-    async def _receive(
-        self, client: AsyncClient, spec: Spec, leave_after_s: float | None = None
-    ) -> tuple[str, list[Outcome]]:
-        outcomes = [Outcome() for _ in range(spec.n)]
-        stream = client.generate(spec, timeout=REQUEST_S_MAX)
-        leaving = None
-        if leave_after_s is not None:
-            leaving = asyncio.get_running_loop().call_later(leave_after_s, stream.abort)
-        last = [time.monotonic()] * spec.n
-        try:
-            async for event in stream:
-                outcome, now = outcomes[event.index], time.monotonic()
-                if outcome.tokens:
-                    gap_ms = (now - last[event.index]) * 1000
-                    if gap_ms > outcome.longest_gap_ms:
-                        outcome.longest_gap_ms, outcome.gap_end = gap_ms, now
-                last[event.index] = now
-                if isinstance(event, Delta):
-                    outcome.tokens.extend(event.token_ids)
-                    outcome.text += event.text
-                else:
-                    outcome.finals.append(event.finish_reason)
-        except (Refused, RequestTimeout, GatewaySilent) as error:
-            for outcome in outcomes:
-                outcome.finals.append(f"{type(error).__name__}: {error}")
-        finally:
-            if leaving is not None:
-                leaving.cancel()
-        return stream.request_id, outcomes
 
     def _compare(
         self, position: int, request_id: str, outcomes: list[Outcome], leave: bool
     ) -> None:
         tally = self._tally
-        if not request_id:  # refused, or its client left before it was accepted
-            tally.refused += not leave
-            tally.left += leave
-            return
         tally.left += leave
+        if not request_id and (leave or all(outcome.refused for outcome in outcomes)):
+            tally.refused += not leave
+            return
         for index, got in enumerate(outcomes):
             tally.compared += 1
-            end_s = round(got.gap_end - self._started, 2)
-            tally.gaps.append(Gap(got.longest_gap_ms, end_s, request_id, index))
+            for gaps, ms, end in (
+                (tally.gaps, got.longest_gap_ms, got.gap_end),
+                (tally.firsts, got.first_ms, got.first_end),
+            ):
+                gaps.append(Gap(ms, round(end - self._started, 2), request_id, index))
             wrong = difference(self._wanted[position, index], got, leave)
             if wrong is not None:
                 at_s = round(time.monotonic() - self._started, 2)
@@ -252,9 +192,12 @@ class Chaos:
         return ""
 
     def _report(self, missing: str) -> dict[str, Any]:
-        tally = self._tally
+        tally, late = self._tally, self._ended.counts
         kinds = Counter(wrong.what for wrong in tally.wrong)
         gaps = sorted(gap.ms for gap in tally.gaps) or [0.0]
+        firsts = sorted(gap.ms for gap in tally.firsts) or [0.0]
+        # A node that refuses everything changes nothing, and neither does one that no fault met: that proves nothing.
+        shown = tally.compared > 0 and (bool(tally.faults) or self._seconds <= FAULTS_DUE_S)
         return {
             "faults": len(tally.faults),
             "faults_by_target": dict(
@@ -262,17 +205,23 @@ class Chaos:
             ),
             "streams_compared": tally.compared,
             "tokens_changed": kinds["changed"],
+            "logprobs_changed": kinds["logprobs"],
             "streams_lost": kinds["lost"],
             "finals_wrong": kinds["finals"],
+            "finals_contradicted": late["finals"],
+            "tokens_after_final": late["tokens"],
+            "after_final": self._ended.said,
             "clients_left": tally.left,
             "refused": tally.refused,
             "longest_gap_ms_p50": round(gaps[len(gaps) // 2], 1),
             "longest_gap_ms_max": round(gaps[-1], 1),
             "longest_gaps": longest(tally.gaps, tally.faults),
+            "first_token_ms_p50": round(firsts[len(firsts) // 2], 1),
+            "first_token_ms_max": round(firsts[-1], 1),
+            "longest_first_tokens": longest(tally.firsts, tally.faults),
             "missing_at_the_end": missing,
             "wrong": [vars(wrong) for wrong in tally.wrong[:50]],
-            # A node that refuses everything changes nothing, which proves nothing.
-            "ok": tally.compared > 0 and not tally.wrong and not missing,
+            "ok": shown and not tally.wrong and not missing and not late.total(),
         }
 
 
@@ -285,33 +234,6 @@ def longest(gaps: list[Gap], faults: list[Fault]) -> list[dict[str, Any]]:
         said = [f"{f.at_s:.1f} s: {f.kind} {f.target}" + f" {f.ms} ms" * (f.ms > 0) for f in near]
         told.append(vars(gap) | {"ms": round(gap.ms, 1), "faults": said})
     return told
-
-
-def difference(wanted: Outcome, got: Outcome, left: bool) -> tuple[str, str] | None:
-    """(`lost`, `changed` or `finals`, in words), or None for the stream that it should have been.
-
-    A client that left midway has the first part of the stream, and one final all the same.
-    """
-    if len(got.finals) != 1:
-        return "finals", f"final messages: {got.finals}"
-    (final,) = got.finals
-    tokens = wanted.tokens
-    if left and final == "abort":
-        tokens = tokens[: len(got.tokens)]
-    elif final not in ("length", "stop"):
-        return "lost", f"ended with {final} after {len(got.tokens)} of {len(tokens)} tokens"
-    elif final != wanted.finals[0]:
-        return "changed", f"finish reason {final}, without faults {wanted.finals[0]}"
-    if got.tokens == tokens:
-        if got.text == wanted.text or left:
-            return None
-        return "changed", f"the text: {got.text!r}, without faults {wanted.text!r}"
-    pairs = zip(got.tokens, wanted.tokens, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got.tokens), len(tokens)))
-    return (
-        "changed",
-        f"from token {at} on: {got.tokens[at : at + 3]}, without faults {wanted.tokens[at : at + 3]}",
-    )
 
 
 def run(

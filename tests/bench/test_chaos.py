@@ -3,18 +3,25 @@
 import asyncio
 import fcntl
 import json
+import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from phalanx.bench.chaos import Chaos, Gap, Outcome, difference, longest
+from phalanx.bench.chaos import FAULTS_DUE_S, Chaos, Gap, longest
 from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Fault, Schedule
+from phalanx.bench.chaos_streams import Outcome, difference, predicting, receive, requests
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.config import node_name
+from phalanx.protocol.messages import Delta, Final, PromptLogprob, TokenLogprobs, Usage
+from phalanx.services.client import Spec
+from phalanx.services.client_async import AsyncClient
 
 NAMES = ["gateway", "kvstore", "scheduler-0", "scheduler-1", "tokenizer-0", "worker-0", "worker-1"]
 
@@ -56,15 +63,90 @@ def test_a_seed_gives_one_schedule_and_it_spares_the_restart_limit() -> None:
     assert Counter(f.target for f in faults).keys() == set(NAMES)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_other_logprobs_are_seen(left: bool) -> None:
+    mine, other = [TokenLogprobs(-0.5), TokenLogprobs(-0.25)], [TokenLogprobs(-0.5)]
+    prompt = (None, PromptLogprob(-1.0, 3))
+    finals = ["abort" if left else "length"]
+    wanted = Outcome([1, 2], "ab", ["length"], mine, prompt)
+    assert difference(wanted, Outcome([1, 2], "ab", finals, mine, prompt), left) is None
+    for got in (
+        Outcome([1, 2], "ab", finals, [*other, TokenLogprobs(-0.2500001)], prompt),
+        Outcome([1, 2], "ab", finals, mine, (None, PromptLogprob(-1.0, 4))),
+    ):
+        found = difference(wanted, got, left)
+        assert found is not None and found[0] == "logprobs"
+    part = Outcome([1], "a", finals, other, prompt[:1])
+    assert (difference(wanted, part, left) is None) is left
+
+
+def test_it_asks_for_logprobs_drafts_and_forced_tokens() -> None:
+    specs = requests(random.Random(1))
+    wanted = {(at, index): Outcome([at]) for at in range(len(specs)) for index in range(2)}
+    sampled = [spec.sampling for spec in predicting(specs, wanted)]
+    assert [s.logprobs for s in sampled[:6]] == [2, None, None, None, None, 2]
+    assert [at for at, s in enumerate(sampled) if s.prompt_logprobs] == [0, 7, 14, 21]
+    assert [s.predicted_token_ids for s in sampled[:4]] == [(0,), (), (), (3,)]
+    assert any(s.forced_token_ids for s in sampled)
+
+
+def chaos_with_one_good_stream() -> Chaos:
+    chaos = Chaos(Path("/tmp/none"), 1, 1, print)
+    chaos._wanted[0, 0] = Outcome([1], "a", ["stop"])
+    chaos._compare(0, "id", [Outcome([1], "a", ["stop"])], False)
+    return chaos
+
+
 def test_a_run_that_compared_nothing_is_not_ok() -> None:
     """All requests were refused, say."""
     chaos = Chaos(Path("/tmp/none"), 1, 1, print)
     assert not chaos._report("")["ok"]
-    chaos._compare(0, "", [], False)
+    chaos._compare(0, "", [Outcome(finals=["Refused: no time"])], False)
     assert (chaos._report("")["ok"], chaos._report("")["refused"]) == (False, 1)
-    chaos._wanted[0, 0] = Outcome([1], "a", ["stop"])
-    chaos._compare(0, "id", [Outcome([1], "a", ["stop"])], False)
+    chaos = chaos_with_one_good_stream()
     assert chaos._report("")["ok"] and not chaos._report("2 sequences still run")["ok"]
+
+
+def test_a_run_without_a_fault_is_not_ok() -> None:
+    chaos = chaos_with_one_good_stream()
+    chaos._seconds = FAULTS_DUE_S + 1
+    assert not chaos._report("")["ok"]
+    chaos._tally.faults.append(Fault(1.0, "kill", "worker-0"))
+    assert chaos._report("")["ok"]
+
+
+@pytest.mark.parametrize("final", ["RequestTimeout: 240 s", "GatewaySilent: 60 s"])
+def test_a_request_that_was_never_accepted_is_lost_unless_its_client_left(final: str) -> None:
+    chaos = chaos_with_one_good_stream()
+    never = Outcome(finals=[final], first_ms=240_000.0)
+    chaos._compare(0, "", [never], True)
+    assert chaos._report("")["ok"]
+    chaos._compare(0, "", [never], False)
+    found = chaos._report("")
+    assert (found["ok"], found["streams_lost"], found["refused"]) == (False, 1, 0)
+    assert found["first_token_ms_max"] == 240_000
+
+
+def test_what_comes_after_a_final_is_not_ok() -> None:
+    for what, told in (("finals", "finals_contradicted"), ("tokens", "tokens_after_final")):
+        chaos = chaos_with_one_good_stream()
+        assert chaos._report("")[told] == 0
+        chaos._ended.counts[what] += 1
+        assert (chaos._report("")[told], chaos._report("")["ok"]) == (1, False)
+
+
+def test_the_wait_for_a_first_token_is_told_and_is_no_gap() -> None:
+    class Stream:
+        request_id, prompt_logprobs = "r", ()
+
+        async def __aiter__(self) -> AsyncIterator[Delta | Final]:
+            await asyncio.sleep(0.05)
+            yield Delta("r", 0, 0, (1,), "a")
+            yield Final("r", 0, 1, "length", Usage(1, 1))
+
+    client = SimpleNamespace(generate=lambda spec, timeout: Stream())
+    _, (outcome,) = asyncio.run(receive(cast(AsyncClient, client), Spec([5])))
+    assert outcome.first_ms >= 50 > outcome.longest_gap_ms and outcome.finals == ["length"]
 
 
 def test_shared_memory_that_is_left_behind_is_missing(
@@ -105,3 +187,4 @@ def test_a_short_run_changes_nothing() -> None:
     found = json.loads(done.stdout)
     assert found["ok"] and found["faults"] > 0 and found["streams_compared"] > 0
     assert (found["tokens_changed"], found["streams_lost"], found["finals_wrong"]) == (0, 0, 0)
+    assert found["first_token_ms_max"] >= found["first_token_ms_p50"] > 0
