@@ -4,9 +4,9 @@ whether a token changed.
 The load is one round of streams for each fault, and one without in each node. The clock is CLOCK_MONOTONIC;
 when the group stopped and ran again is read from the epoch word in shared memory, every quarter of a
 millisecond. A gap is the longest time between two deliveries of one sequence from the fault until the group
-stops for the rejoin (or, when the victim is no worker, until its successor is ready), less the median of that
-sequence's gaps in the round: other prompts that are computed meanwhile count. A pause is the same for the one
-gap in which the group was stopped.
+stops for the last rejoin (or, when the victim is no worker, until its successor is ready), less the median of that
+sequence's other gaps in the round: other prompts that are computed meanwhile count. The wait for a first token is none.
+A pause is the same for the one gap in which the group was stopped.
 
 The control (`noise`) is the same with one rank that computes one ulp wrong once the streams are known: then tokens
 must change, or the comparison could not see it if they did.
@@ -81,14 +81,15 @@ def run(
                 figures.losses += [r for r in records if "joined" not in r.cause][1:]
     except _ENDS as error:
         figures.failed = figures.failed or _said(error)
-    survivors, moved = figures.all("survivors"), figures.all("moved")
+    survivors, moved, later = map(figures.all, ("survivors", "moved", "later"))
     return {
         "failed": figures.failed,
         "detect_ms_p50": p50(figures.phases.get("detect", [])),
         "resume_ms_p50": p50(survivors + moved),
-        "resume_ms_max": most(survivors + moved),
+        "resume_ms_max": most(survivors + moved + later),
         "survivors_gap_ms_max": most(survivors),
         "moved_gap_ms_max": most(moved),
+        "later_gap_ms_max": most(later),
         "rejoin_gap_ms_max": most(figures.rejoin["survivors"] + figures.rejoin["moved"]),
         "rejoin_survivors_gap_ms_max": most(figures.rejoin["survivors"]),
         "rows": [gaps.row(victim) for victim, gaps in figures.gaps.items()],
@@ -105,10 +106,16 @@ def run(
         "pool_used_min": least(figures.pool_used),
         "pool_used_p50": p50(figures.pool_used),
         "pool_used_max": most(figures.pool_used),
+        "changes_unseen": figures.unseen,
         "tokens_changed": figures.changed,
+        "logprobs_changed": figures.scores_changed,
         "streams_lost": figures.lost,
         "streams_compared": figures.compared,
-        "gaps_measured": {"survivors": len(survivors), "moved": len(moved)},
+        "gaps_measured": {
+            "survivors": len(survivors),
+            "moved": len(moved),
+            "later": len(later),
+        },
         "kills": len(figures.pool_used),
         "victims": list(victims),
         "how": how,
@@ -144,7 +151,7 @@ class _Measure:
         calm = await play(config.run_path, load)  # also the caches are as the rounds find them
         drawn = compare(calm, self._wanted, load, figures)
         figures.fault_free += [
-            gap_ms(s, s.times[0], s.times[-1]) for s in calm.sequences if len(s.times) > 2
+            gap_ms(s, s.arrivals[0], s.arrivals[-1]) for s in calm.sequences if len(s.arrivals) > 1
         ]
         whole_s = calm.first_round_s
         spent: set[str] = set()

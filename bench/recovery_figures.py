@@ -20,6 +20,7 @@ class Gaps:
     faults: int = 0
     survivors: list[float] = field(default_factory=list[float])
     moved: list[float] = field(default_factory=list[float])  # what ran on the victim's rank
+    later: list[float] = field(default_factory=list[float])  # what spoke first after the fault
     begun: list[float] = field(default_factory=list[float])  # see `_begun`
     unspoken: list[float] = field(default_factory=list[float])  # see `_unspoken`
     whole: list[float] = field(default_factory=list[float])
@@ -35,6 +36,7 @@ class Gaps:
             "survivors_gap_ms_max": most(self.survivors),
             "moved_gap_ms_p50": p50(self.moved),
             "moved_gap_ms_max": most(self.moved),
+            "later_gap_ms_max": most(self.later),
             "begun_ms_p50": p50(self.begun),
             "begun_ms_max": most(self.begun),
             "unspoken_ms_max": most(self.unspoken),
@@ -51,7 +53,9 @@ class Figures:
     rejoin: dict[str, list[float]] = field(default_factory=lambda: {"survivors": [], "moved": []})
     pool_used: list[float] = field(default_factory=list[float])
     pauses: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    unseen: int = 0  # changes of which the watch saw no part
     changed: int = 0
+    scores_changed: int = 0  # log-probabilities, of the same tokens
     lost: int = 0
     compared: int = 0
     fault_free: list[float] = field(default_factory=list[float])  # longest gaps of the calm round
@@ -75,30 +79,34 @@ def account(fault: Fault, sequences: list[Sequence], figures: Figures) -> None:
     gaps.unspoken += _unspoken(fault, sequences)
     figures.pool_used.append(fault.pool_used)
     loss = fault.changes[0] if fault.changes else None
-    rejoin = fault.changes[1] if len(fault.changes) > 1 else None
+    # A death meanwhile makes the group change more than twice: it is whole after the last one.
+    rejoin = fault.changes[-1] if len(fault.changes) > 1 else None
     until_ns = rejoin.odd_ns if rejoin is not None else fault.whole_ns
+    figures.unseen += sum(not change.seen for change in fault.changes)
     if loss is not None:
+        figures.note("until_rejoined", fault.whole_ns - fault.struck_ns)
+    if loss is not None and loss.seen:
         figures.note("detect", loss.odd_ns - fault.struck_ns)
         figures.note("stop", loss.published_ns - loss.odd_ns)
         figures.note("go", loss.even_ns - loss.published_ns)
-        figures.note("until_rejoined", fault.whole_ns - fault.struck_ns)
-    if rejoin is not None:
+    if rejoin is not None and rejoin.seen:
         figures.note("rejoin_stop", rejoin.published_ns - rejoin.odd_ns)
         figures.note("rejoin_go", rejoin.even_ns - rejoin.published_ns)
     worst: dict[str, tuple[float, Sequence]] = {}
     joined: tuple[float, Sequence] | None = None
     for sequence in sequences:
         moved = (sequence.request_id, sequence.index) in fault.moved
-        if sequence.spans(fault.struck_ns, loss.even_ns if loss else fault.struck_ns):
-            found = gaps.moved if moved else gaps.survivors
+        if sequence.runs_in(fault.struck_ns, until_ns):
+            later = sequence.arrivals[0] > fault.struck_ns
+            who = "later" if later else "moved" if moved else "survivor"
+            found = gaps.later if later else gaps.moved if moved else gaps.survivors
             found.append(gap := gap_ms(sequence, fault.struck_ns, until_ns))
-            who = "moved" if moved else "survivor"
             worst[who] = max(worst.get(who, (-1.0, sequence)), (gap, sequence), key=lambda w: w[0])
-            if loss is not None:
+            if loss is not None and loss.seen and sequence.spans(fault.struck_ns, loss.even_ns):
                 _account_pause(sequence, fault.struck_ns, loss.even_ns, moved, figures)
-        if rejoin is not None and sequence.spans(rejoin.odd_ns, rejoin.even_ns):
-            # The newcomer's first steps are in it: all ranks wait for them.
-            after_ns = rejoin.even_ns + _SETTLED_NS
+        # The newcomer's first steps are part of the rejoin: all ranks wait for them.
+        after_ns = rejoin.even_ns + _SETTLED_NS if rejoin is not None else 0
+        if rejoin is not None and sequence.runs_in(rejoin.odd_ns, after_ns):
             gap = gap_ms(sequence, rejoin.odd_ns, after_ns)
             figures.rejoin["moved" if moved else "survivors"].append(gap)
             if not moved:
@@ -115,7 +123,7 @@ def _account_pause(
 ) -> None:
     pause = gap_ms(sequence, struck_ns, even_ns)
     figures.pauses.setdefault("moved" if moved else "survivors", []).append(pause)
-    after_ns = min(at for at in sequence.times if at >= even_ns) - even_ns
+    after_ns = min(at for at in sequence.arrivals if at >= even_ns) - even_ns
     figures.note("moved_first_token" if moved else "survivor_first_token", after_ns)
 
 
@@ -156,7 +164,7 @@ def compare(
         elif load.specs[sequence.position].sampling.seed is None:
             drawn.append(sequence)
         else:
-            figures.changed += sequence.said != wanted[sequence.position, sequence.index].said
+            _count(sequence, wanted[sequence.position, sequence.index], figures)
     return drawn
 
 
@@ -164,7 +172,14 @@ def compare_drawn(drawn: list[Sequence], again: list[Sequence], figures: Figures
     """`again`: what came of the same requests with the seeds that the node had drawn for these, each by its place."""
     found = {(sequence.position, sequence.index): sequence for sequence in again}
     for position, sequence in enumerate(drawn):
-        figures.changed += sequence.said != found[position, sequence.index].said
+        _count(sequence, found[position, sequence.index], figures)
+
+
+def _count(sequence: Sequence, wanted: Sequence, figures: Figures) -> None:
+    if sequence.said != wanted.said:
+        figures.changed += 1
+    else:
+        figures.scores_changed += sequence.scores != wanted.scores
 
 
 def p50(values: list[float]) -> float | None:

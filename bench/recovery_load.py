@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import structs
 
 from phalanx.protocol.errors import Refused
-from phalanx.protocol.messages import Delta, Sampling
+from phalanx.protocol.messages import Delta, PromptLogprob, Sampling, TokenLogprobs
 from phalanx.services.client import GatewaySilent, RequestTimeout, Spec
 from phalanx.services.client_async import AsyncClient
 
@@ -42,6 +42,8 @@ class Sequence:
     text: str = ""
     seed: int = 0  # of its request, as the node accepted it
     ended_ns: int = 0  # when its final came
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    prompt_logprobs: tuple[PromptLogprob | None, ...] = ()
 
     @property
     def said(self) -> tuple[list[int], str, str]:
@@ -49,13 +51,24 @@ class Sequence:
         return self.tokens, self.text, self.finish
 
     @property
+    def scores(self) -> tuple[list[TokenLogprobs], tuple[PromptLogprob | None, ...]]:
+        """That must be, too, where it was asked for."""
+        return self.logprobs, self.prompt_logprobs
+
+    @property
     def arrivals(self) -> list[int]:
         """All deliveries, that of the final too."""
         return [*self.times, *([self.ended_ns] if self.ended_ns else [])]
 
     def spans(self, start_ns: int, end_ns: int) -> bool:
-        """Whether tokens arrived both before and after this time, and enough to know its step."""
-        return len(self.times) > 2 and self.times[0] < start_ns and self.times[-1] > end_ns
+        """Whether something arrived both before and after this time."""
+        arrivals = self.arrivals
+        return len(arrivals) > 1 and arrivals[0] < start_ns and arrivals[-1] > end_ns
+
+    def runs_in(self, start_ns: int, end_ns: int) -> bool:
+        """Whether some time between two deliveries lies in this time, at least in part."""
+        arrivals = self.arrivals
+        return len(arrivals) > 1 and arrivals[0] < end_ns and arrivals[-1] > start_ns
 
 
 @dataclass
@@ -79,7 +92,7 @@ def requests(
     sizes: Sizes = USUAL,
 ) -> list[Spec]:
     """`count` requests: every other prompt long, some short ones text; some n=2, penalties, stop
-    strings, no seed.
+    strings, log-probabilities, no seed.
 
     Args:
         known: what the sequences were, by (position, index): some requests predict it then.
@@ -99,6 +112,8 @@ def requests(
             repetition_penalty=1.1 if position % 4 == 2 else 1.0,
             stop=("zq", "\x00never") if position % 6 == 3 else (),
             predicted_token_ids=tuple(known[position, 0].tokens) if known and predicts else (),
+            logprobs=2 if position % 5 == 0 else None,
+            prompt_logprobs=1 if position % 7 == 0 else None,
         )
         text = "".join(map(chr, prompt)) if position % 4 == 1 else tuple(prompt)
         specs.append(Spec(text, sampling, n=2 if position % 5 == 4 else 1))
@@ -151,6 +166,7 @@ async def _receive(client: AsyncClient, position: int, spec: Spec) -> list[Seque
             if isinstance(event, Delta):
                 sequence.times.append(time.monotonic_ns())
                 sequence.tokens.extend(event.token_ids)
+                sequence.logprobs.extend(event.logprobs)
                 sequence.text += event.text
             else:
                 sequence.finish, sequence.ended_ns = event.finish_reason, time.monotonic_ns()
@@ -158,4 +174,5 @@ async def _receive(client: AsyncClient, position: int, spec: Spec) -> list[Seque
         pass  # it counts as lost
     for sequence in found:
         sequence.request_id, sequence.seed = stream.request_id, stream.seed
+    found[0].prompt_logprobs = stream.prompt_logprobs
     return found

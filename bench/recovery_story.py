@@ -21,8 +21,12 @@ def longest_gap(sequence: Sequence, start_ns: int, end_ns: int) -> tuple[int, in
 
 
 def normal_ns(sequence: Sequence) -> float:
-    """The time between two of its deliveries, mostly."""
-    return median(after - before for before, after in pairwise(sequence.times))
+    """The time between two of its deliveries, mostly; 0 of one whose longest gap is its only one.
+
+    The longest is left out: in a short sequence it would be the measure of itself.
+    """
+    steps = sorted(after - before for before, after in pairwise(sequence.times))
+    return median(steps[:-1]) if len(steps) > 1 else 0.0
 
 
 def story(

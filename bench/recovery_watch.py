@@ -26,6 +26,11 @@ class Change:
     ready: Mapping[int, int] = field(default_factory=dict[int, int])
     entered: Mapping[int, int] = field(default_factory=dict[int, int])
 
+    @property
+    def seen(self) -> bool:
+        """Otherwise the watch slept through it (it had no CPU), and its times are of the moment when it woke."""
+        return self.odd_ns < self.even_ns
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -101,7 +106,7 @@ def changes_in(marks: list[Mark], since_ns: int) -> list[Change]:
     """Each stop after `since_ns` with the first even word after it.
 
     When a death during the change makes it begin again, it counts as one change. One that the watch slept
-    through (it had no CPU) is of the moment when it woke.
+    through is told too (`Change.seen`).
     """
     found: list[Change] = []
     odd: Mark | None = None

@@ -175,8 +175,8 @@ def recovery(
 
     `--how stop` stops them for ever instead (SIGSTOP): the node must notice, and kill them itself.
     `--how restart` has the supervisor replace them, as `phalanx restart` does.
-    Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed or was lost;
-    with `--noise` when none changed.
+    Ended early, by SIGTERM too, it tells what it has. Exit 4 then, and when a stream changed, log-probabilities
+    too, or was lost; with `--noise` when none changed.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = importlib.import_module("phalanx.bench.recovery").run
@@ -187,6 +187,7 @@ def recovery(
     figures = run(kills, ranks, streams, model, seed, blocks, victims, how, noise, sizes)
     report(figures, as_json)
     wrong = bool(figures["tokens_changed"]) is not noise or figures["streams_lost"]
+    wrong = wrong or (figures["logprobs_changed"] and not noise)
     if figures["failed"] or wrong:
         finish(ExitCode.UNHEALTHY)
 

@@ -28,7 +28,13 @@ from phalanx.bench.recovery_story import story
 from phalanx.bench.recovery_watch import Change, Mark, changes_in, members_of
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.limits import HANG_MS
-from phalanx.protocol.messages import ProcessStatus, Sampling, StatusReply
+from phalanx.protocol.messages import (
+    ProcessStatus,
+    PromptLogprob,
+    Sampling,
+    StatusReply,
+    TokenLogprobs,
+)
 from phalanx.protocol.queues import STEP
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client import Spec
@@ -97,7 +103,7 @@ def test_the_story_of_a_pause() -> None:
                   {**names, ("moved", 0): 2}, steps)  # fmt: skip
     times = [at * ms for at in (30, 60, 91, 165, 200)]
     told = story(fault, Sequence(0, 0, "here", 0, [7] * 5, times, "length"), 300 * ms)
-    assert (told["gap_ms"], told["normal_ms"], told["before"], told["after"]) == (41, 33, -9, 65)
+    assert (told["gap_ms"], told["normal_ms"], told["before"], told["after"]) == (43, 31, -9, 65)
     assert (told["rank"], told["rank_after"], told["delivery_ms"]) == (0, 0, 5)
     assert told["changes"] == [
         {
@@ -149,6 +155,8 @@ def test_half_of_the_prompts_are_long_and_every_kind_occurs() -> None:
     assert any(spec.n == 2 for spec in specs) and any(spec.sampling.stop for spec in specs)
     assert any(spec.sampling.frequency_penalty for spec in specs)
     assert any(spec.sampling.seed is None for spec in specs)
+    assert [at for at, spec in enumerate(specs) if spec.sampling.logprobs] == [0, 5, 10]
+    assert [at for at, spec in enumerate(specs) if spec.sampling.prompt_logprobs] == [0, 7]
     known = {(at, 0): Sequence(at, 0, tokens=[at, 7]) for at in range(12)}
     again = requests(random.Random(1), 12, known)
     assert [spec.prompt for spec in again] == [spec.prompt for spec in specs]
@@ -164,6 +172,21 @@ def test_a_changed_token_and_a_lost_stream_are_counted() -> None:
     figures = Figures()
     compare(Played([changed, lost, wanted[1, 0]], 1.0), wanted, load, figures)
     assert (figures.changed, figures.lost, figures.compared) == (1, 1, 3)
+
+
+def test_a_changed_log_probability_is_counted() -> None:
+    def sequence(logprob: float, rank: int = 1) -> Sequence:
+        scores = [TokenLogprobs(logprob)], (None, PromptLogprob(-1.0, rank))
+        return Sequence(
+            0, 0, tokens=[7], finish="stop", logprobs=scores[0], prompt_logprobs=scores[1]
+        )
+
+    load, figures = Load([Spec([5], Sampling(seed=1))]), Figures()
+    played = Played([sequence(-0.5), sequence(-0.5000001), sequence(-0.5, 2)], 1.0)
+    compare(played, {(0, 0): sequence(-0.5)}, load, figures)
+    assert (figures.changed, figures.scores_changed, figures.compared) == (0, 2, 3)
+    compare_drawn([sequence(-0.25)], [sequence(-0.5)], figures)
+    assert (figures.changed, figures.scores_changed) == (0, 3)
 
 
 def test_a_changed_text_is_seen_and_so_is_a_stream_whose_seed_the_node_drew() -> None:
@@ -197,6 +220,82 @@ def test_a_late_final_is_a_gap_and_a_first_token_is_waited_for_too() -> None:
     account(fault, [late, silent], figures)
     assert figures.gaps["worker"].survivors == [70]
     assert figures.gaps["worker"].unspoken == [250]
+
+
+MS = 1_000_000
+
+
+def ran(*times_ms: int, request_id: str = "a", sent_ms: int = 0) -> Sequence:
+    """A sequence whose final came with its last token."""
+    times = [at * MS for at in times_ms]
+    done = Sequence(0, 0, request_id, sent_ms * MS, [7] * len(times), times, "length")
+    done.ended_ns = times[-1]
+    return done
+
+
+def a_fault_that_lasts(*changes: Change) -> Fault:
+    """A worker falls at 100 ms, the others go on at 110 ms, and it joins again after 5 s."""
+    first = Change(101 * MS, 105 * MS, 110 * MS)
+    last = Change(5000 * MS, 5003 * MS, 5010 * MS)
+    changed = [first, *changes, last]
+    return Fault("worker", 100 * MS, {("moved", 0)}, changed, 5010 * MS, 101 * MS, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "gap_ms"),
+    [
+        ((90, 95, 4000), 3900),
+        ((95, 4000), 3905),
+        ((10, 20, 30, 40, 50, 60, 70, 80, 90, 500), 400),
+    ],
+)
+def test_the_longest_gap_of_a_short_stream_is_not_its_step(
+    times_ms: tuple[int, ...], gap_ms: float
+) -> None:
+    figures = Figures()
+    account(a_fault_that_lasts(), [ran(*times_ms)], figures)
+    assert figures.gaps["worker"].survivors == [gap_ms]
+
+
+def test_a_final_that_comes_alone_after_the_pause_is_waited_for() -> None:
+    alone, figures = ran(10, 20, 30, 108), Figures()
+    alone.ended_ns = 4108 * MS
+    account(a_fault_that_lasts(), [alone], figures)
+    assert figures.gaps["worker"].survivors == [3990]
+
+
+def test_what_spoke_first_after_the_fault_stands_still_too() -> None:
+    """Its wait for the first token is told apart, whether it was sent before the fault or after it."""
+    figures = Figures()
+    begun = ran(300, 310, 320, 3320, 3330, sent_ms=150)
+    unspoken = ran(1120, 1130, 1140, 1240, 1250, request_id="moved", sent_ms=50)
+    after = ran(5100, 5110, 9000, sent_ms=150)
+    account(a_fault_that_lasts(), [begun, unspoken, after], figures)
+    gaps = figures.gaps["worker"]
+    assert (gaps.survivors, gaps.moved, gaps.later) == ([], [], [2990, 90])
+    assert (gaps.begun, gaps.unspoken) == ([150, 4950], [1020])
+    assert figures.rejoin == {"survivors": [3880], "moved": []}
+    assert figures.worst[0]["later"]["gap_ms"] == 2990
+
+
+def test_the_last_change_is_the_rejoin() -> None:
+    """Another death makes the group stop once more before the rejoin."""
+    again, figures = Change(300 * MS, 301 * MS, 320 * MS), Figures()
+    often = [at * 10 for at in range(32)]
+    account(a_fault_that_lasts(again), [ran(*often, 400, 1900, 6000)], figures)
+    assert figures.gaps["worker"].survivors == [4090]
+    assert (figures.phases["rejoin_stop"], figures.phases["rejoin_go"]) == ([3], [7])
+
+
+def test_a_change_that_the_watch_slept_through_has_no_phases() -> None:
+    slept, figures = Change(900 * MS, 900 * MS, 900 * MS), Figures()
+    fault = Fault("worker", 100 * MS, set(), [slept], 900 * MS, 101 * MS, 0.5)
+    account(fault, [ran(80, 90, 950, 960)], figures)
+    assert (figures.phases, figures.pauses, figures.unseen) == ({"until_rejoined": [800]}, {}, 1)
+    assert figures.gaps["worker"].survivors == [850]
+    figures = Figures()
+    account(a_fault_that_lasts(), [], figures)
+    assert figures.unseen == 0 and figures.phases["stop"] == [4]
 
 
 def test_the_newcomers_first_steps_are_part_of_the_rejoin() -> None:
@@ -285,13 +384,18 @@ def test_a_rank_that_is_one_ulp_off_changes_tokens_and_the_comparison_sees_it() 
 
 
 @pytest.mark.parametrize(
-    ("options", "changed", "code"),
-    [([], 0, 0), ([], 2, 4), (["--noise"], 2, 0), (["--noise"], 0, 4)],
+    ("options", "changed", "scores", "code"),
+    [([], 0, 0, 0), ([], 2, 0, 4), ([], 0, 1, 4), (["--noise"], 2, 1, 0), (["--noise"], 0, 1, 4)],
 )
 def test_with_noise_it_fails_when_nothing_changed(
-    options: list[str], changed: int, code: int, monkeypatch: pytest.MonkeyPatch
+    options: list[str], changed: int, scores: int, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = {"failed": "", "tokens_changed": changed, "streams_lost": 0}
+    figures = {
+        "failed": "",
+        "tokens_changed": changed,
+        "logprobs_changed": scores,
+        "streams_lost": 0,
+    }
     monkeypatch.setattr(recovery, "run", lambda *arguments: dict(figures))
     assert CliRunner().invoke(bench, ["recovery", *options, "--json"]).exit_code == code
 
@@ -302,6 +406,7 @@ def test_one_kill_changes_no_token_and_loses_no_stream() -> None:
     with Lateness() as lateness:
         figures = run(kills=1, ranks=2, streams=3, sizes=Sizes(200, 40))
     assert (figures["tokens_changed"], figures["streams_lost"]) == (0, 0)
+    assert figures["logprobs_changed"] == 0
     assert figures["streams_compared"] >= 6
     assert set(figures["phases_ms"]) >= {"detect", "stop", "go", "rejoin_stop", "rejoin_go"}
     # While workers compute the supervisor looks at each of them every few ms; two ranks share two CPUs here.
