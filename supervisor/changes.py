@@ -381,6 +381,10 @@ class Changes:
 
     # ------------------------------------------------------------ restart
 
+    def replaces(self, name: str) -> bool:
+        """Whether somebody asked for another incarnation of this process, and it is its turn."""
+        return isinstance(self.now, Restarting) and self.now.names[:1] == [name]
+
     def _restart(self, asked: ChangeAsked, now_ns: int) -> list[Action]:
         request = asked.request
         assert isinstance(request, Restart)

@@ -87,6 +87,8 @@ class Spawner:
         self._life_read, self._life_write = os.pipe()
         self._adopts = adopt_orphans(True)
         self._standbys: dict[str, Standby] = {}  # by their names
+        self._outdated: set[str] = set()  # of those, the ones that are to have a successor ...
+        self._next: dict[str, Standby] = {}  # ... and that, until it is ready
         self._lines = select.epoll()  # to them
         self._unstarted: list[tuple[str, int, str]] = []
         self._unforked: list[tuple[str, int]] = []
@@ -118,7 +120,7 @@ class Spawner:
         will not be: they are to be started anew."""
         forked: list[Child] = []
         unforked, self._unforked = self._unforked, []
-        for standby in self._standbys.values():
+        for standby in self._all():
             control, broken = standby.control, standby.control.broken
             for order, pid in control.hear(now_ns):
                 if (child := self._begin(order, pid)) is not None:
@@ -147,14 +149,16 @@ class Spawner:
 
     def prepare(self, spec: ProcessSpec) -> None:
         """Have a process ready that forks this one, and those that share it: imports are most of a start."""
-        if spec.standby in self._standbys or not self._adopts:
+        renews = spec.standby in self._outdated
+        there = self._next if renews else self._standbys
+        if spec.standby in there or not self._adopts:
             return
         waiting = replace(spec, name=spec.standby, index=-1, seat=-1)
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         try:
             child = self._start(waiting, 0, its)
-            self._standbys[spec.standby] = Standby(child, Control(ours))
+            there[spec.standby] = Standby(child, Control(ours))
             self._lines.register(ours, select.EPOLLIN)
         except OSError as error:
             ours.close()
@@ -164,6 +168,8 @@ class Spawner:
 
     def ready_standbys(self) -> list[str]:
         """Names of those that have become ready since this was asked last."""
+        for name in [name for name, standby in self._next.items() if standby.control.ready]:
+            self.drop_outdated(name)
         new = [name for name, s in self._standbys.items() if not s.told and s.control.ready]
         for name in new:
             self._standbys[name].told = True
@@ -174,22 +180,37 @@ class Spawner:
         since this was asked last."""
         self._ending = [process for process in self._ending if process.poll() is None]
         ended, self._unstarted = self._unstarted, []
-        for name, standby in list(self._standbys.items()):
-            if (code := standby.child.process.poll()) is not None:
-                self._discard(self._standbys.pop(name))
-                ended.append((name, code, last_words(self._run_dir, standby.child)))
+        for name in [
+            n for n in self._outdated if self._standbys[n].child.process.poll() is not None
+        ]:
+            self.drop_outdated(name)  # another one is on its way, or due
+        for standbys in (self._standbys, self._next):
+            for name, standby in list(standbys.items()):
+                if (code := standby.child.process.poll()) is not None:
+                    self._discard(standbys.pop(name))
+                    ended.append((name, code, last_words(self._run_dir, standby.child)))
         return ended
 
-    def forget_standbys(self, names: Collection[str]) -> set[str]:
-        """What is started from now on is to be started from what there is now. Returns those that were there."""
+    def renew_standbys(self, names: Collection[str]) -> set[str]:
+        """Each of these is to be replaced by one that is made from what there is now. Until that is ready the old
+        one forks: somebody may fall meanwhile. Returns those that are there."""
         there = self._standbys.keys() & names
-        for name in there:
-            self._discard(self._standbys.pop(name))
+        for name in there & self._next.keys():
+            self._discard(self._next.pop(name))
+        self._outdated |= there
         return there
+
+    def drop_outdated(self, name: str) -> None:
+        """Who is started from now on is forked by its successor."""
+        if name in self._outdated:
+            self._outdated.remove(name)
+            self._discard(self._standbys.pop(name))
+            if name in self._next:
+                self._standbys[name] = self._next.pop(name)
 
     def reap_orphans(self, ours: Collection[int]) -> None:
         """Nobody else waits for what dead children of ours have left: all that ended but `ours`."""
-        standbys = (standby.child.pid for standby in self._standbys.values())
+        standbys = (standby.child.pid for standby in self._all())
         mine = {*ours, *standbys, *(process.pid for process in self._ending)}
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
@@ -213,6 +234,9 @@ class Spawner:
         with contextlib.suppress(OSError):  # its death shows as any other
             order.begin()
         return Child(spec, order.incarnation, process, order.death_fd, pidfd, out, start)
+
+    def _all(self) -> list[Standby]:
+        return [*self._standbys.values(), *self._next.values()]
 
     def _output(self, spec: ProcessSpec) -> Path:
         return self._run_dir / LOG_DIR / f"{spec.name}.out"
@@ -268,7 +292,8 @@ class Spawner:
         )
 
     def close(self) -> None:
-        self.forget_standbys(list(self._standbys))
+        for standby in self._all():
+            self._discard(standby)
         until = time.monotonic() + _END_S
         for process in self._ending:
             with contextlib.suppress(subprocess.TimeoutExpired, TimeoutError):

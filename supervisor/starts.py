@@ -61,6 +61,8 @@ class Starts:
             row.worker_incarnation = row.stop_ack = row.go_ack = 0
             row.placement_ready = row.placement_run = row.placement_slots = 0
             row.forget_doubt()
+        if self._core.changes.replaces(name):
+            self._spawner.drop_outdated(spec.standby)  # it is asked for because of what is new
         try:
             child = self._spawner.spawn(spec, incarnation)
         except OSError as error:  # no room for a process or a pipe: the same as an early death
@@ -93,9 +95,9 @@ class Starts:
     def renew_standbys(self, kind: str = "", delay_ms: int = DELAY_MS) -> None:
         """Those that are there; of one kind of process, or all."""
         names = {spec.standby for spec in self._specs() if kind in ("", spec.kind)}
-        forgotten = self._spawner.forget_standbys(names)
-        self._standbys.want(forgotten, time.monotonic_ns(), delay_ms)
-        self._events.extend(StandbySeen(name, ready=False) for name in sorted(forgotten))
+        renewed = self._spawner.renew_standbys(names)
+        self._standbys.want(renewed, time.monotonic_ns(), delay_ms)
+        self._events.extend(StandbySeen(name, ready=False) for name in sorted(renewed))
 
     def reap_orphans(self, others: Collection[int]) -> None:
         """What dead processes left behind; `others` are pids of children that somebody else reaps."""

@@ -223,8 +223,6 @@ def test_a_standby_forks_whoever_needs_it_again_and_again(tmp_path: Path, spawne
     assert spawner._standbys["worker-next"].child.pid == standby
     assert (tmp_path / LOG_DIR / "worker-next.out").read_text() == "waits\n"
     assert spawner.ended_standbys() == []
-    assert spawner.forget_standbys(["worker-next", "gateway-next"]) == {"worker-next"}
-    until(lambda: spawner.ended_standbys() or not Path(f"/proc/{standby}").exists())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -300,9 +298,78 @@ def test_orders_of_a_standby_that_is_renewed_are_not_lost(spawner: Spawner) -> N
     standby = waiting(spawner)
     os.kill(standby, signal.SIGSTOP)
     assert spawner.spawn(WORKERS[0], 5) is None and spawner.spawn(WORKERS[1], 5) is None
-    assert spawner.forget_standbys(["worker-next"]) == {"worker-next"}
+    spawner.renew_standbys(["worker-next"])
+    spawner.drop_outdated("worker-next")
     assert spawner.cancel("worker-1", 5), "as before"
     assert spawner.take_forked(0) == ([], [("worker-0", 5)])
+
+
+def renewed(spawner: Spawner) -> None:
+    found: list[str] = []
+    until(
+        lambda: (
+            spawner.take_forked(0) == ([], []) and (found.extend(spawner.ready_standbys()) or found)
+        ),
+        60,
+    )
+    assert found == ["worker-next"]
+
+
+def test_the_old_one_forks_until_the_new_one_is_ready(spawner: Spawner) -> None:
+    """Somebody may fall in those seconds: streams would wait for all its imports."""
+    old = waiting(spawner)
+    assert spawner.ready_standbys() == ["worker-next"]
+    assert spawner.renew_standbys(["worker-next", "gateway-next"]) == {"worker-next"}
+    assert spawner.forks(WORKERS[0]) and spawner.ready_standbys() == []
+    spawner.prepare(WORKERS[0])
+    assert fork(spawner, WORKERS[0], 5).process.wait() == 5
+    assert spawner._standbys["worker-next"].child.pid == old
+    renewed(spawner)
+    assert spawner._standbys["worker-next"].child.pid != old
+    until(lambda: spawner.ended_standbys() or not Path(f"/proc/{old}").exists())
+    assert fork(spawner, WORKERS[1], 6).process.wait() == 6
+    assert spawner.ended_standbys() == []
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_an_old_one_that_dies_has_a_successor_anyway(spawner: Spawner, prepared: bool) -> None:
+    os.kill(old := waiting(spawner), signal.SIGSTOP)
+    spawner.ready_standbys()
+    spawner.renew_standbys(["worker-next"])
+    if prepared:
+        spawner.prepare(WORKERS[0])
+    os.kill(old, signal.SIGKILL)
+    until(lambda: spawner.ended_standbys() or not spawner._outdated)
+    spawner.prepare(WORKERS[0])
+    renewed(spawner)
+    assert fork(spawner, WORKERS[0], 7).process.wait() == 7
+
+
+def test_a_successor_that_dies_leaves_the_old_one(spawner: Spawner) -> None:
+    old = waiting(spawner)
+    spawner.ready_standbys()
+    spawner.renew_standbys(["worker-next"])
+    spawner.prepare(WORKERS[0])
+    os.kill(spawner._next["worker-next"].child.pid, signal.SIGKILL)
+    ended: list[tuple[str, int, str]] = []
+    until(lambda: ended.extend(spawner.ended_standbys()) or ended)
+    assert [(name, code) for name, code, _ in ended] == [("worker-next", -signal.SIGKILL)]
+    assert spawner._standbys["worker-next"].child.pid == old
+    assert fork(spawner, WORKERS[0], 8).process.wait() == 8
+    spawner.prepare(WORKERS[0])
+    renewed(spawner)
+
+
+def test_what_is_asked_for_anew_is_not_forked_by_the_old_one(spawner: Spawner) -> None:
+    old = waiting(spawner)
+    spawner.ready_standbys()
+    spawner.renew_standbys(["worker-next"])
+    spawner.drop_outdated("worker-next")
+    child = spawner.spawn(WORKERS[0], 4)
+    assert child is not None, "it starts as ever"
+    child.kill(signal.SIGKILL)
+    child.process.wait()
+    until(lambda: spawner.ended_standbys() or not Path(f"/proc/{old}").exists())
 
 
 def test_only_a_process_of_one_thread_forks(tmp_path: Path) -> None:
@@ -398,7 +465,8 @@ def test_a_standby_that_does_not_end_at_once_is_not_waited_for(
         standby.child.process, "kill", lambda: None
     )  # as long as the kernel keeps it
     before = time.monotonic()
-    sleeping.forget_standbys(["kvstore-next"])
+    sleeping.renew_standbys(["kvstore-next"])
+    sleeping.drop_outdated("kvstore-next")
     assert time.monotonic() - before < 1
     assert sleeping.ended_standbys() == [] and state_of(standby.child.pid) not in ("Z", "")
     os.kill(standby.child.pid, signal.SIGKILL)
