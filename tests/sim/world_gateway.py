@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from phalanx.protocol.limits import DRAIN_MS
 from phalanx.protocol.messages import (
     BusFromGateway,
     ClientReply,
@@ -191,8 +190,8 @@ class GatewayBody(Body):
 
     def terminate(self) -> None:
         """SIGTERM, to which the supervisor's Drain belongs."""
-        if not self.ending.begun:
-            self.ending.drain(self.now_ns + DRAIN_MS * MS)
+        if not self.ending.hands_over:
+            self.ending.signal(self.now_ns)
         self.wake()
 
 

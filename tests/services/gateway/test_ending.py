@@ -5,6 +5,7 @@ from array import array
 from gateway_desk import MS, Desk
 
 from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import DRAIN_MS
 from phalanx.protocol.messages import Attach, Final, Sampling, Usage
 from phalanx.services.gateway.core import READERS_NS
 from phalanx.services.gateway.ending import LAST_WORDS_NS, Ending
@@ -58,6 +59,29 @@ def test_the_shortest_time_counts() -> None:
     assert ending.ends_all(desk.now) and not ending.ends_all(desk.now)
     desk.turn()
     assert final(desk).code is Code.SHUTDOWN and ending.over(desk.now)
+
+
+def test_a_word_that_comes_after_its_signal_counts() -> None:
+    """The time of a signal alone is nobody's word: it is no limit of a longer drain."""
+    desk, ending = begun()
+    desk.start()
+    assert not ending.ends_all(desk.now)
+    begun_ns = desk.now
+    ending.drain(begun_ns + 6 * DRAIN_MS * MS)
+    assert not ending.ends_all(begun_ns + 2 * DRAIN_MS * MS)
+    ending.drain(begun_ns + 3 * DRAIN_MS * MS)
+    ending.drain(begun_ns + 6 * DRAIN_MS * MS)
+    assert not ending.ends_all(begun_ns + 3 * DRAIN_MS * MS - 1)
+    assert ending.ends_all(begun_ns + 3 * DRAIN_MS * MS)
+
+
+def test_a_signal_alone_has_the_default_time() -> None:
+    desk, ending = begun()
+    desk.start()
+    begun_ns = desk.now
+    assert not ending.ends_all(begun_ns)
+    assert not ending.ends_all(begun_ns + DRAIN_MS * MS - 1)
+    assert ending.ends_all(begun_ns + DRAIN_MS * MS)
 
 
 def test_who_takes_nothing_is_waited_for_a_second() -> None:
