@@ -116,7 +116,7 @@ class Web:
         """A sign of life; and how many of the ranks there are."""
         service = self._service
         service.row.advance()
-        service.row.beat(time.monotonic_ns())
+        service.beat()
         for frame in receive(service.supervisor, 64):
             with contextlib.suppress(DecodeError):
                 message = self._decoder.decode(frame)
