@@ -30,7 +30,8 @@ class Background(Generic[T]):
         begun, as long as it is under way."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            if not _starts(self._thread):
+                return []
             self._idle.set()
         if not self._idle.is_set():
             return []
@@ -55,6 +56,15 @@ def within(limit_s: float, look: Callable[[], T], otherwise: T) -> T:
     """The result of `look`, if it comes in time; it may go on for as long as the kernel keeps it."""
     found: list[T] = []
     thread = threading.Thread(target=lambda: found.append(look()), daemon=True)
-    thread.start()
-    thread.join(limit_s)
+    if _starts(thread):
+        thread.join(limit_s)
     return found[0] if found else otherwise
+
+
+def _starts(thread: threading.Thread) -> bool:
+    """The machine may have no room for another one."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True

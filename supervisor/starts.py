@@ -1,5 +1,7 @@
 """Starting processes, and the standbys that fork them. What comes of it are events for the core."""
 
+import errno
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -65,8 +67,8 @@ class Starts:
             self._spawner.drop_outdated(spec.standby)  # it is asked for because of what is new
         try:
             child = self._spawner.spawn(spec, incarnation)
-        except OSError as error:  # no room for a process or a pipe: the same as an early death
-            self._events.append(Reaped(name, incarnation, ExitCode.INTERNAL, str(error)))
+        except OSError as error:
+            self._events.append(Reaped(name, incarnation, *how_it_failed(error)))
             return
         if child is not None:
             self._add(child)
@@ -120,3 +122,23 @@ class Starts:
 
     def _specs(self) -> list[ProcessSpec]:
         return [process.spec for process in self._core.processes.values()]
+
+
+def how_it_failed(error: OSError) -> tuple[ExitCode, str]:
+    """How a process ended that could not be started. One for which the machine has no room is waited for; anything
+    else is an early death."""
+    match error.errno:
+        case errno.EAGAIN:
+            most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+            limit = "without limit" if most == resource.RLIM_INFINITY else f"{most}"
+            lacks = f"its user's may be {limit} (ulimit -u), others are in pids.max of its cgroup"
+        case errno.ENOMEM:
+            lacks = "the machine has no memory for it"
+        case errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lacks = f"the supervisor may have {most} files open (ulimit -n), and has"
+        case errno.ENFILE:
+            lacks = "the machine has as many files open as it may (fs.file-max)"
+        case _:
+            return ExitCode.INTERNAL, str(error)
+    return ExitCode.NO_ROOM, f"no room for another process: {error.strerror}; {lacks}"

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import pytest
 from supervisor.node import until
 
 from phalanx.protocol.background import Background, within
@@ -52,3 +53,17 @@ def test_within_a_limit() -> None:
     assert within(10.0, lambda: "words", "") == "words"
     assert within(0.01, lambda: "words" if over.wait() else "", "none") == "none"
     over.set()
+
+
+def test_without_room_for_a_thread_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    looks = Background[int]("test")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start)
+        assert within(10.0, lambda: "words", "none") == "none"
+        assert looks.ask(lambda: 1) == []
+    assert looks.ask(lambda: 2) == []
+    looks.end(10)
+    assert looks.ask(lambda: 3) == [2]

@@ -4,6 +4,7 @@ outlives its node, and every way to end leaves nothing behind."""
 import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -136,6 +137,32 @@ def test_no_zombie_is_left(living: TestNode) -> None:
         replacement = living.process(name)
         assert replacement.incarnation == victim.incarnation + 1
         assert replacement.restarts == victim.restarts + 1
+
+
+def test_room_for_a_process_is_waited_for(living: TestNode) -> None:
+    """The node serves on with who is there: what the machine lacks is no fault of who cannot start."""
+    living.wait_healthy()
+    victim, supervisor = living.process("worker-1"), living.supervisor_pid
+    before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    few = len(list(Path(f"/proc/{supervisor}/fd").iterdir())) - 2
+    told: list[str] = []
+
+    def tried_twice() -> bool:
+        told.append(living.process("supervisor").detail)
+        return "tried 2 times" in told[-1]
+
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (few, before[1]))
+    try:
+        os.kill(victim.pid, signal.SIGKILL)
+        until(tried_twice)
+        lacks = (
+            f"Too many open files; the supervisor may have {few} files open (ulimit -n), and has"
+        )
+        assert told[-1].startswith(f"worker-1 is down: no room for another process: {lacks} (tried")
+    finally:
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
+    living.wait_healthy()
+    assert living.process("worker-1").incarnation > victim.incarnation + 1
 
 
 def test_a_stopped_worker_is_replaced(living: TestNode) -> None:
