@@ -406,19 +406,18 @@ class Node:
 
     def _tell(self, event: Tell) -> None:
         """To the log, each phase of a start once; to the live display, everything."""
-        self._on_event(event)
-        if event.kind == "node ready" and self._weights is not None:
-            self._weights.start()
-        if event.kind == "node ready":
-            self._starts.want_standbys()
         phase = (event.process, event.text)
-        if event.kind == "progress" and phase in self._phases_told:
-            return
+        if event.kind != "progress" or phase not in self._phases_told:
+            log = self._log.warning if event.kind in _WARNINGS else self._log.info
+            fields = {"about": event.process, "text": event.text}
+            log(event.kind, **{name: value for name, value in fields.items() if value})
         if event.kind == "progress":
             self._phases_told.add(phase)
-        log = self._log.warning if event.kind in _WARNINGS else self._log.info
-        fields = {"about": event.process, "text": event.text}
-        log(event.kind, **{name: value for name, value in fields.items() if value})
+        self._on_event(event)
+        if event.kind == "node ready":
+            if self._weights is not None:
+                self._weights.start()
+            self._starts.want_standbys()
 
     def _inject(self, identity: bytes, request: Inject) -> None:
         living = {name: child.incarnation for name, child in self._watch.children.items()}

@@ -1,32 +1,42 @@
 """`phalanx up` without --detach: the supervisor runs here and tells the terminal what happens."""
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.log import LOG_END_S, flush_log
 from phalanx.protocol.messages import PhaseTime
+from phalanx.supervisor.commands.aside import Aside
 from phalanx.supervisor.commands.common import errors, print_json
 from phalanx.supervisor.commands.node import http_address
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.events import Tell
+from phalanx.supervisor.main import OnEvent
 from phalanx.supervisor.run import run_node
 
 _COLOURS = {"lost": "red", "failed": "red", "unhealthy": "yellow", "healthy": "green"}
 
 
+_STDOUT, _STDERR = 1, 2
+
+
 class Narrator:
-    """Prints events as they come; progress of a start on one changing line."""
+    """Prints events as they come; progress of a start on one changing line. It waits for the terminal as long as
+    that takes, so it belongs in a thread of its own."""
 
     def __init__(self, config: NodeConfig, as_json: bool) -> None:
         self._config, self._as_json = config, as_json
         self._started = time.monotonic()
         self._phases: dict[str, str] = {}
         self._spinner = errors.status("starting", spinner="dots")
-        if errors.is_terminal and not as_json:
-            self._spinner.start()
+        self._spins = errors.is_terminal and not as_json
 
     def __call__(self, event: Tell) -> None:
+        if self._spins:
+            self._spins = False
+            self._spinner.start()
         if event.kind == "progress":
             done = f" {event.fraction:.0%}" if event.fraction >= 0 else ""
             self._phases[event.process] = f"{event.process}: {event.text}{done}"
@@ -63,10 +73,18 @@ class Narrator:
                 errors.print(plan)
 
 
-def run_in_foreground(config: NodeConfig, as_json: bool) -> ExitCode:
-    """Run the node until it is told to stop; returns how it ended."""
+def run_in_foreground(
+    config: NodeConfig, as_json: bool, run: Callable[[NodeConfig, OnEvent], ExitCode] = run_node
+) -> ExitCode:
+    """Run the node until it is told to stop; returns how it ended. What becomes of the terminal is nothing to it."""
     narrator = Narrator(config, as_json)
+    narrate = Aside[Tell](narrator, narrator.close, _STDOUT if as_json else _STDERR)
     try:
-        return run_node(config, narrator)
+        code = run(config, narrate)
     finally:
-        narrator.close()
+        all_told = narrate.close()
+    if not all_told:
+        # The terminal takes nothing, and the interpreter waits for its streams when it ends.
+        flush_log(LOG_END_S)
+        os._exit(code)
+    return code

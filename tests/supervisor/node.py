@@ -49,7 +49,7 @@ class TestNode:
         (self.run_dir / "behave").mkdir(parents=True, exist_ok=True)
         (self.run_dir / "behave" / name).write_text(fault)
 
-    def start(self) -> None:
+    def start(self, stderr: int | None = None) -> None:
         self.run_dir.mkdir(exist_ok=True)
         self.close()
         command = [sys.executable, "-P", "-m", "node_main", str(self.run_dir), str(self.ranks)]
@@ -58,7 +58,11 @@ class TestNode:
         output = (self.run_dir / "supervisor.out").open("ab")
         with output:
             self.supervisor = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=output, process_group=0
+                command,
+                env=environment,
+                stdout=output,
+                stderr=output if stderr is None else stderr,
+                process_group=0,
             )
         self.socket = connect_dealer(endpoint(self.run_dir, SUPERVISOR_SOCKET))
 

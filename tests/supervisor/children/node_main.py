@@ -8,8 +8,10 @@ from pathlib import Path
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ExitCode
 from phalanx.supervisor import lock
+from phalanx.supervisor.commands.foreground import run_in_foreground
 from phalanx.supervisor.events import Tell
 from phalanx.supervisor.lock import NodeBusy
+from phalanx.supervisor.main import OnEvent
 from phalanx.supervisor.placements import GroupPlacements
 from phalanx.supervisor.processes import process_table
 from phalanx.supervisor.run import run_processes
@@ -26,8 +28,14 @@ def main() -> None:
     faults = bool(os.environ.get("NODE_FAULTS"))
     config = NodeConfig(run_dir=str(run_dir), ranks=ranks, tokenizers=1, fault_injection=faults)
     table = [replace(spec, module="node_child") for spec in process_table(config)]
+
+    def run(config: NodeConfig, on_event: OnEvent) -> ExitCode:
+        return run_processes(config, table, lambda: GroupPlacements(2, 8, ranks), on_event)
+
     try:
-        sys.exit(run_processes(config, table, lambda: GroupPlacements(2, 8, ranks), tell))
+        if os.environ.get("NODE_NARRATES"):
+            sys.exit(run_in_foreground(config, False, run))
+        sys.exit(run(config, tell))
     except NodeBusy as error:
         print(error, file=sys.stderr)
         sys.exit(ExitCode.UNHEALTHY)
