@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from phalanx.protocol.config import load_config, parse_config
+from phalanx.protocol.arena import sweep
+from phalanx.protocol.config import load_config, node_name, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.supervisor.lock import write_failure
 from phalanx.supervisor.run import run_node
@@ -50,6 +51,7 @@ def main(run_dir: Path, config: Path | None, owner_fd: int | None) -> None:
         code = ExitCode.INTERNAL
     if orphaned.is_set():
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the second one may still come
+        sweep(node_name(run_dir))  # the token log, which was for the next node here
         shutil.rmtree(run_dir, ignore_errors=True)
     sys.exit(code)
 

@@ -471,7 +471,7 @@ class Node:
         return restore
 
     def _end(self, finished: Finished) -> ExitCode:
-        """Everything is gone: remove what is left, say so to whoever asked, and how it ended."""
+        """All processes are gone: remove what they left, say so to whoever asked, and how it ended."""
         self._tender.end(_TEND_S)
         self._spawner.close()
         if self._weights is not None:
@@ -481,7 +481,9 @@ class Node:
         if self._faults is not None:
             faults.active = None
             self._faults.close()
-        swept = arena.sweep(self._config.node)
+        # What nobody has ended goes on with the next start, from the token log.
+        ended = finished.code == ExitCode.OK and not finished.left
+        swept = arena.sweep(self._config.node, keep="" if ended else arena.TOKENS)
         left = (*finished.left, *(f"{name} (swept)" for name in swept))
         if finished.code != ExitCode.OK:
             write_failure(self._run_dir, finished.code, finished.reason)

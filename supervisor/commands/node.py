@@ -15,7 +15,7 @@ import click
 import msgspec
 from rich.table import Table
 
-from phalanx.protocol.arena import names
+from phalanx.protocol.arena import TOKENS, kind_of, names, sweep
 from phalanx.protocol.config import NodeConfig, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS, STOPPED_MS
@@ -245,9 +245,13 @@ def private_node(
 ) -> Iterator[tuple[NodeConfig, StatusReply]]:
     """A node of one's own in a temporary run directory; everything is gone at the end, also when this
     process is killed."""
-    with tempfile.TemporaryDirectory(prefix="ph") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ph"))
         given = {"model": model, "ranks": ranks, "fault_injection": inject}
         config = build_config(base, Path(folder), given)
+        stack.callback(
+            sweep, config.node
+        )  # one that failed leaves its token log; no other node follows
         read_end, write_end = os.pipe()
         try:
             status, supervisor = _start(config, quiet, read_end)
@@ -264,7 +268,8 @@ def private_node(
             finally:
                 os.close(write_end)
                 supervisor.wait(_END_S)
-            if left := [*killed, *names(config.node)]:
+            log = TOKENS if supervisor.returncode else ""
+            if left := [*killed, *(n for n in names(config.node) if kind_of(n) != log)]:
                 raise PhalanxError(f"the node left something behind: {', '.join(left)}")
 
 

@@ -372,6 +372,36 @@ def test_bad_input_ends_the_node_and_says_why(node: TestNode) -> None:
     assert_nothing_left(node)
 
 
+def token_log(node: TestNode) -> Path:
+    """One that the gateway of this node has left, or of the one before it."""
+    path = arena.SHM / arena.arena_name(node_name(node.run_dir), arena.TOKENS, 1)
+    path.write_bytes(b"tokens")
+    return path
+
+
+def logged_left(node: TestNode) -> list[str]:
+    lines = (node.run_dir / "logs" / "supervisor.log").read_text().splitlines()
+    stopped = [entry for entry in map(json.loads, lines) if entry["event"] == "stopped"]
+    left = stopped[-1]["left"]
+    assert isinstance(left, list)
+    return left
+
+
+def test_the_token_log_of_a_node_that_failed_is_the_next_ones(node: TestNode) -> None:
+    """What ran there goes on from it; a stop in good order leaves none."""
+    kept, node.ranks = token_log(node), 1
+    node.behave("kvstore", "bad input")
+    node.start()
+    assert wait_end(node, 60) == ExitCode.BAD_INPUT
+    assert kept.read_bytes() == b"tokens" and logged_left(node) == []
+    node.behave("kvstore", "")
+    node.start()
+    node.wait_healthy()
+    assert node.shut_down().left == (f"{kept.name} (swept)",)
+    assert wait_end(node) == ExitCode.OK
+    assert_nothing_left(node)
+
+
 def test_a_node_that_cannot_write_why_it_ends_ends_as_it_should(node: TestNode) -> None:
     """On a full disk, say: it has its exit code all the same, and leaves nothing."""
     node.behave("kvstore", "bad input")
@@ -397,8 +427,10 @@ def test_who_ignores_term_is_killed_and_reported(node: TestNode) -> None:
     node.behave("eplb", "ignore TERM")
     node.start()
     node.wait_healthy()
+    kept = token_log(node)
     assert node.shut_down().left == ("eplb (killed)",)
     assert wait_end(node) == ExitCode.OK
+    kept.unlink()  # who was killed may have been the gateway, and somebody's stream go on from it
     assert_nothing_left(node)
 
 
