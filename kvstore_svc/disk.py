@@ -36,6 +36,12 @@ _IOV_MAX = 1024
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
+def remove_segments(directory: Path) -> None:
+    """Of a store that is closed."""
+    for path in directory.glob("seg-*.kv"):
+        path.unlink(missing_ok=True)
+
+
 class Disk:
     """The directory of one store, locked against a second one.
 

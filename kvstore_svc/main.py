@@ -10,6 +10,7 @@ from typing import Any, assert_never
 from phalanx.kvstore_svc import events
 from phalanx.kvstore_svc.arenas import Arenas
 from phalanx.kvstore_svc.config import StoreConfig
+from phalanx.kvstore_svc.disk import remove_segments
 from phalanx.kvstore_svc.engine import Engine, Reply, new_wake
 from phalanx.kvstore_svc.layout import Kind
 from phalanx.protocol.codec import Decoder, call_of, encode
@@ -23,6 +24,8 @@ from phalanx.protocol.messages import (
     Error,
     Get,
     GetDone,
+    KVClear,
+    KVCleared,
     KVReply,
     KVRequest,
     KVStats,
@@ -36,6 +39,7 @@ from phalanx.protocol.service import Service
 MESSAGES_PER_TURN = 256
 LOOK_NS = 100_000_000  # leases, lifetimes, cap and floor are looked at this often
 REOPEN_NS = 2_000_000_000  # a disk that could not be opened is tried again this often
+CLEAR_S = 1.0  # for what is being written when everything is to be forgotten
 DRAIN_NS = 1_500_000_000  # for sealing at a clean stop; less than the time from SIGTERM to SIGKILL
 ANSWERS_MAX = 16_384  # remembered, for calls that come twice
 _KINDS = {"block": Kind.BLOCK, "state": Kind.STATE}
@@ -143,6 +147,12 @@ class Store:
                 self._send(peer, ContainsReply(message.call, *found))
             case KVStats():
                 self._send(peer, self._stats(engine, message.call))
+            case KVClear(call):
+                self._turn(batch)
+                batch.clear()
+                records = len(engine.core.index)
+                self._clear(engine)
+                self._send(peer, KVCleared(call, records))
             case _:
                 assert_never(message)
 
@@ -195,6 +205,14 @@ class Store:
         )
         return engine
 
+    def _clear(self, engine: Engine) -> None:
+        """Whoever asks for a record from here on hears that there is none."""
+        for reply in engine.close(CLEAR_S):
+            self._answer(reply)
+        remove_segments(engine.disk.directory)
+        self._log.info("store cleared")
+        self.engine = self._open(lambda fraction: self._service.beat())
+
     def _without_disk(self, message: KVRequest) -> KVReply:
         match message:
             case Put(call):
@@ -205,6 +223,9 @@ class Store:
                 return ContainsReply(call, 0)
             case KVStats(call):
                 return KVStatsReply(call, 0, 0, 0, 0, 0, 0, caching=False)
+            case KVClear(call):
+                text = f"the store has no disk ({self._off}), so nothing of it can be forgotten"
+                return Error(call, Code.NOT_READY, text)
             case _:
                 assert_never(message)
 

@@ -361,6 +361,9 @@ class Submit(Message, frozen=True):
     # no full queue refuses it.
     resumed: bool = False
     copies_as: str = ""  # the request whose id chooses among copies of experts; empty: its own
+    afresh: bool = (
+        False  # all of it is computed: what the KV store has may be what is to be checked
+    )
 
 
 class Submitted(Message, frozen=True):
@@ -597,6 +600,17 @@ class KVStats(Message, frozen=True):
     call: int
 
 
+class KVClear(Message, frozen=True):
+    """Forget every record, on the disk too."""
+
+    call: int
+
+
+class KVCleared(Message, frozen=True):
+    call: int
+    records: int  # that were there
+
+
 class KVStatsReply(Message, frozen=True):
     call: int
     records: int
@@ -609,8 +623,8 @@ class KVStatsReply(Message, frozen=True):
     puts: int = 0
 
 
-KVRequest = Put | Get | Contains | KVStats
-KVReply = PutDone | GetDone | ContainsReply | KVStatsReply | Error
+KVRequest = Put | Get | Contains | KVStats | KVClear
+KVReply = PutDone | GetDone | ContainsReply | KVStatsReply | KVCleared | Error
 
 # ---------------------------------------------------------------- worker -> eplb -> supervisor
 

@@ -81,7 +81,7 @@ class Offload:
 
     def cut_at(self, sequence: Sequence, start: int, now_ns: int) -> int:
         """Where a chunk that begins at `start` must end so that its window state can be kept; 0: nowhere."""
-        if now_ns < self._quiet_until_ns or not self._regions:
+        if sequence.afresh or now_ns < self._quiet_until_ns or not self._regions:
             return 0
         if sequence.marks is None:
             sequence.marks = self._marks(sequence, start)
@@ -107,7 +107,9 @@ class Offload:
         """
         every, end = self._mark_every // BLOCK_SIZE, chunk.end // BLOCK_SIZE
         wanted = end % every == 0 or (end < every and end & (end - 1) == 0) if every else False
-        if not wanted or now_ns < self._quiet_until_ns or len(self._regions) <= PROMPT_REGIONS:
+        if chunk.sequence.afresh or not wanted or now_ns < self._quiet_until_ns:
+            return False
+        if len(self._regions) <= PROMPT_REGIONS:
             return False
         chunk.region = self._regions.pop()
         return True

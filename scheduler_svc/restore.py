@@ -61,8 +61,8 @@ class Restorer:
 
     def wants(self, sequence: Sequence, now_ns: int) -> bool:
         """Whether it is worth asking: one token at least is computed in any case, for its sample."""
-        if sequence.scores.wanted and not sequence.scores.complete:
-            return False  # they come from the prompt's own rows
+        if sequence.afresh or (sequence.scores.wanted and not sequence.scores.complete):
+            return False  # those come from the prompt's own rows
         return now_ns >= self._quiet_until_ns and sequence.num_tokens > BLOCK_SIZE
 
     def ask(self, sequence: Sequence, now_ns: int) -> None:

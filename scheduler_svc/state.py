@@ -64,6 +64,7 @@ class Sequence(msgspec.Struct, eq=False):
     order: tuple[int, int, int]
     handle: int  # its name in TokenRows
     copy_key: int  # 63 bits of (request_id, index): the same on every rank and after every move
+    afresh: bool = False  # neither read from the KV store nor written there
     table: "Table | None" = None  # with its row and outputs; None: not yet, or finished
     row: int = -1
     ended: bytes = b""  # int32 ids: the outputs, once it is out of the table
@@ -216,6 +217,7 @@ def sequence_of(
         order=order,
         handle=order[2],
         copy_key=copy_key(submit.copies_as or submit.request_id, submit.index),
+        afresh=submit.afresh,
     )
 
 

@@ -101,6 +101,7 @@ class Attempts:
             # What was acknowledged and is said again was forgotten there, or still waits or runs.
             stream.resumed or stream.place.acknowledged,
             stream.copies_as,
+            stream.afresh,
         )
         self._send(seat.peer, message)
 

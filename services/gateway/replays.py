@@ -79,7 +79,7 @@ class Replays:
         streams = []
         for at, one in enumerate(past.sequences):
             stream = Stream(entry, one.final.index, number + at)
-            stream.silent = True
+            stream.silent = stream.afresh = True
             stream.pin = None if seat < 0 else seat
             # What ended it (a stop string, an abort) is not run again: the tokens up to there are.
             most = max(1, one.final.offset)
@@ -102,7 +102,8 @@ class Replays:
         """
         entry = msgspec.structs.replace(entry, request_id=f"{self._draw(128):032x}")
         stream = Stream(entry, 0, self._numbers(1))
-        stream.silent, stream.pin, stream.priority = True, seat, -1
+        stream.silent = stream.afresh = True
+        stream.pin, stream.priority = seat, -1
         stream.copies_as = copies_as
         self._runs[entry.request_id] = Run(entry.request_id, None, [stream])
         return stream

@@ -90,6 +90,7 @@ class Stream:
         self.resumed = False  # a scheduler had it before, or may have had it
         self.pin: int | None = None  # the only seat that it may be placed at
         self.silent = False  # its text is for nobody (`replays.py`)
+        self.afresh = False  # computed without the KV store: it is run to check what was computed
         self.copies_as = ""  # the request whose copies of experts compute it; empty: its own
         self.seat = -1  # where it was placed last
         self.tries = 0  # refusals in a row that did not say "later"

@@ -16,6 +16,8 @@ from phalanx.protocol.link import connect_dealer, receive, send
 from phalanx.protocol.messages import (
     EplbReply,
     Error,
+    KVClear,
+    KVCleared,
     KVReply,
     KVStats,
     KVStatsReply,
@@ -208,6 +210,18 @@ def stats(run_dir: Path | None, as_json: bool) -> None:
     """What the KV store holds and how it is used."""
     reply = _ask(_running(run_dir), KVSTORE_SOCKET, KVStats(1), KVReply, KVStatsReply)
     _print_fields(reply, as_json)
+
+
+@kv.command()
+@run_dir_option
+@json_option
+def clear(run_dir: Path | None, as_json: bool) -> None:
+    """Forget all that the KV store holds: after a rank computed wrong numbers, what it wrote is wrong too."""
+    reply = _ask(_running(run_dir), KVSTORE_SOCKET, KVClear(1), KVReply, KVCleared)
+    if as_json:
+        print_json({"records": reply.records})
+    else:
+        console.print(f"{reply.records} records forgotten")
 
 
 @click.group()

@@ -14,7 +14,7 @@ import pytest
 from phalanx.bench.kvstore_process import Caller, StoreProcess
 from phalanx.protocol.arena import Handle
 from phalanx.protocol.kvkeys import block_keys
-from phalanx.protocol.messages import Error, Get, PutDone
+from phalanx.protocol.messages import Error, Get, KVClear, PutDone
 from phalanx.testing.node import wait_for
 
 BLOCK = 114_048
@@ -62,6 +62,20 @@ def test_bytes_come_back_and_durable_means_synced(caller: Caller) -> None:
     stats = caller.stats()
     assert (stats.records, stats.bytes, stats.hits, stats.misses) == (2, 2 * BLOCK, 2, 1)
     assert stats.caching
+
+
+def test_a_cleared_store_has_nothing_and_goes_on(store: StoreProcess, caller: Caller) -> None:
+    """What a rank wrote that computed wrong numbers must not come back, after a crash neither."""
+    for number in range(20):
+        assert caller.put(key_of(number), data_of(number), ack="disk").durable
+    assert caller.ask(KVClear(caller.next_call())).records == 20
+    assert caller.contains(key_of(0)) == 0 and not caller.get(key_of(7))[0].found
+    assert (caller.stats().records, caller.stats().caching) == (0, True)
+    assert caller.put(key_of(1), data_of(30), ack="disk").durable
+    store.kill()
+    store.start()
+    assert caller.stats().records == 1
+    assert caller.get(key_of(1))[1] == data_of(30)
 
 
 def test_a_window_state_has_a_size_class_of_its_own(store: StoreProcess) -> None:

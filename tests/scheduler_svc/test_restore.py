@@ -144,6 +144,18 @@ def test_what_the_store_has_no_more_is_put_again(forgets: Callable[[Shop], None]
     assert shop.story.outputs(2) == shop.story.expected(2, 1)
 
 
+def test_what_is_run_to_check_is_computed_whole_and_not_stored() -> None:
+    """A replay that read the blocks that a bad device wrote found everything equal."""
+    shop = Shop().warm()
+    kept = len(shop.kept)
+    shop.story.submit(1, PROMPT, max_tokens=1, afresh=True)
+    shop.serve()
+    shop.story.submit(2, [*PROMPT[::-1]], max_tokens=1, afresh=True)
+    shop.serve()
+    assert (cached(shop.story, 1), cached(shop.story, 2)) == (0, 0) and len(shop.kept) == kept
+    assert shop.story.outputs(1) == shop.story.expected(1, 1)
+
+
 def test_what_can_be_loaded_soon_is_not_computed_now() -> None:
     """Not even where the whole prompt would fit into the step, and no state can be kept of it."""
     shop = Shop(states=1).warm()

@@ -91,6 +91,7 @@ class Story:
         outputs: Sequence[int] = (),
         priority: int = 0,
         resumed: bool | None = None,
+        afresh: bool = False,
         **sampling: object,
     ) -> None:
         """A prompt of that many tokens, or these tokens. End tokens are off unless told. It is resumed if it has
@@ -112,6 +113,7 @@ class Story:
                 np.array(outputs, np.int32).tobytes(),
                 priority,
                 bool(outputs) if resumed is None else resumed,
+                afresh=afresh,
             )
         )
 

@@ -93,6 +93,7 @@ def test_it_is_submitted_as_it_was_under_an_id_of_its_own() -> None:
     ((seat, again),) = desk.submits()
     assert again.request_id != rid and (again.prompt, again.index) == (first.prompt, 0)
     assert again.sampling == msgspec.structs.replace(first.sampling, max_tokens=3)
+    assert (first.afresh, again.afresh) == (False, True)
     assert desk.told() == [] and not desk.core.idle
     desk.asks(Replay(5, rid))  # repeated: no answer came yet
     assert desk.told() == [] and not desk.submits()

@@ -103,7 +103,7 @@ def test_all_ranks_ask_the_same_copies_of_experts() -> None:
             asked.append(submit)
             bench.answer(seat, submit)
         open_probes = bench.probes(0)
-    assert [submit.copies_as for submit in asked] == [rid] * 3
+    assert [(submit.copies_as, submit.afresh) for submit in asked] == [(rid, True)] * 3
     assert len({submit.request_id for submit in asked}) == 3
 
 
