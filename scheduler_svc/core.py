@@ -69,8 +69,10 @@ from phalanx.scheduler_svc.stops import finished_already
 _NO_ROWS = TokenRows()
 PROMPT_ROWS_MIN = 16
 # A step with rows of moved sequences takes this long, or twice as long as usual if that is more, but not so much more
-# than usual that streams of the ranks that live notice: there may be such rows at each of these ranks.
+# than usual that streams of the ranks that live notice: there may be such rows at each of these ranks. Where steps are
+# so slow that this would be next to nothing, they have a share of the time: who moved is not to wait for minutes.
 MOVED_STEP_US, MOVED_LONGER_US = 50_000, 45_000
+MOVED_SHARE = 4
 SETTLING_NS = 10_000_000_000  # so long after a change of the group all prompts come in such steps
 # That they get in their first step; as long as they use them up, twice as many in the next.
 MOVED_ROWS = 128
@@ -518,7 +520,7 @@ class Scheduler:
             # From steps of a few rows each it is not known well what many rows cost.
             most = min(most, self._moved_rows)
             usual_us = self._cost.predict_us(max(rows, 1), decoders.context(rank))
-            longer_us = usual_us + min(usual_us, MOVED_LONGER_US)
+            longer_us = usual_us + max(min(usual_us, MOVED_LONGER_US), usual_us / MOVED_SHARE)
             target_us = max(MOVED_STEP_US, longer_us) if self._cost.known else 0.0
         if not target_us:
             return most

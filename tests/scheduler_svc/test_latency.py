@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from phalanx.protocol.config import SchedulerConfig
-from phalanx.scheduler_svc.core import MOVED_LONGER_US, MOVED_STEP_US
+from phalanx.scheduler_svc.core import MOVED_LONGER_US, MOVED_SHARE, MOVED_STEP_US
 from phalanx.scheduler_svc.prefill import OVERTAKEN_MAX
 from sim import paced_worker
 from sim.paced_worker import CONTEXT_US, MS, ROW_US, STEP_US, Paced
@@ -102,6 +102,22 @@ def test_where_steps_are_slow_those_that_moved_make_them_little_slower(
     gaps = [np.diff(world.served[number].tokens_ns).max() / MS for number in range(4)]
     assert 100 < max(gaps) < 70 + 1.2 * MOVED_LONGER_US / 1000
     assert world.served[100].ttft_ms < 2000
+
+
+def test_where_they_are_very_slow_those_that_moved_are_not_starved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of 1 s: 45 ms of it for them would be a minute for a prompt of some hundred tokens."""
+    monkeypatch.setattr(paced_worker, "STEP_US", 1_000_000.0)
+    monkeypatch.setattr(paced_worker, "ROW_US", 2_500.0)
+    world = Paced(SchedulerConfig(max_num_batched_tokens=8192))
+    for number in range(4):
+        world.arrive(0, number, 50, 400)
+    world.arrive(20 * SECOND, 100, 1500, 5, resumed=True)
+    world.run(60 * SECOND)
+    gaps = [np.diff(world.served[number].tokens_ns).max() / MS for number in range(4)]
+    assert max(gaps) < 1_000 * (1 + 1.2 / MOVED_SHARE)
+    assert world.served[100].ttft_ms < 25_000
 
 
 def fallen(arrivals: int, moved: int) -> Paced:
