@@ -314,5 +314,6 @@ def targets(kind: str, target: str, names: list[str], rng: random.Random) -> tup
     found = [name for name in names if name == wanted]
     found = found or [name for name in names if wanted and name.startswith(wanted)]
     if not found:
-        raise ConfigError(f"no process is called {wanted!r} or begins so; there are: {names}")
+        text = f"no process that {kind} can happen to is called {wanted!r} or begins so"
+        raise ConfigError(f"{text}; there are: {', '.join(names)}")
     return (rng.choice(found),) if target.startswith(RANDOM) else tuple(found)

@@ -34,7 +34,7 @@ from phalanx.supervisor.commands.common import (
 )
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.headway import Headway, share, waiting_for
-from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node, sweep_dead
+from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node, read_pid, sweep_dead
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
@@ -279,6 +279,10 @@ def stop_node(run_dir: Path, drain_s: float) -> tuple[str, ...]:
         done = ask(run_dir, Shutdown(1, drain_s), ShutdownDone, drain_s + STOPPED_MS / 1000)
     except NodeGone:
         return sweep_dead(run_dir)
+    except NoNode:
+        if not read_pid(run_dir):
+            raise
+        return sweep_dead(run_dir)  # a supervisor died here, and nobody has started again
     return done.left
 
 

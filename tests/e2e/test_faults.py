@@ -16,6 +16,8 @@ import pytest
 from lateness import Lateness
 
 from e2e.node import Node, assert_whole, family, others, tokens, wait_for
+from phalanx.protocol import arena
+from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.limits import HANG_MS
 from phalanx.supervisor.main import TICK_MS
 
@@ -169,6 +171,10 @@ def test_a_killed_supervisor_takes_everything_with_it_and_up_works_again(
     wait_for(lambda: not any(alive(pid) for pid in found), 2.0, "children gone")
     with socket.socket() as free:
         assert free.connect_ex((http["host"], http["port"])) == errno.ECONNREFUSED
+    (down,) = node("down")
+    assert down["stopped"] and "supervisor (died)" in down["left"] and len(down["left"]) > 5
+    assert {arena.kind_of(name) for name in node.names()} <= {arena.TOKENS}
+    node("down", code=ExitCode.NO_NODE)
     node.start(2, "--http", http["port"])
     (after,) = node.generate([{"prompt": "Hello", "seed": 3, "max_tokens": 6}])
     assert after["token_ids"] == before["token_ids"]
