@@ -3,7 +3,7 @@ words of the API that was called."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -92,6 +92,7 @@ class Server:
     def app(self) -> Starlette:
         chat, messages = self._route(recipe.CHAT), self._route(recipe.MESSAGES)
         responses = self._route(recipe.RESPONSES)
+        count = self._guarded(self._count, errors.anthropic_body)
         routes = [
             Route("/v1/chat/completions", chat, methods=["POST"]),
             Route("/v1/messages", messages, methods=["POST"]),
@@ -99,7 +100,7 @@ class Server:
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/models", self._guarded(self._models), methods=["GET"]),
             Route("/v1/models/{name:path}", self._guarded(self._one_model), methods=["GET"]),
-            Route("/v1/messages/count_tokens", self._guarded(self._count), methods=["POST"]),
+            Route("/v1/messages/count_tokens", count, methods=["POST"]),
             Route("/tokenize", self._guarded(self._tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self._detokenize), methods=["POST"]),
             Route("/metrics", self._metrics, methods=["GET"]),
@@ -142,10 +143,11 @@ class Server:
         try:
             who = self.keys.who(request.headers)
             self._refuse_if_stopping()
-            body, size = await self._sized_body(request)
-            self._check_model(body)
-            asked = await self._understood(ask, body, size)
-            timeout_s = self._timeout_s(request, body)
+            with _bearable():
+                body, size = await self._sized_body(request)
+                self._check_model(body)
+                asked = await self._understood(ask, body, size)
+                timeout_s = self._timeout_s(request, body)
             self._refuse_if_stopping()  # since it came
             await self._while_connected(request, whole.enter_async_context(self.gate.place(who)))
             running = Running(self.client, asked.specs, timeout_s)
@@ -202,17 +204,19 @@ class Server:
     # ------------------------------------------------------------ other questions
 
     def _guarded(
-        self, handle: Callable[[Request], Awaitable[dict[str, Any]]]
+        self,
+        handle: Callable[[Request], Awaitable[dict[str, Any]]],
+        words: _Body = errors.openai_body,
     ) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
             headers = {"x-request-id": _request_id(request)}
             try:
                 self.keys.who(request.headers)
-                return _json(await handle(request), headers=headers)
+                with _bearable():
+                    return _json(await handle(request), headers=headers)
             except PhalanxError as error:
                 failed = errors.of(error)
-                body = errors.openai_body(failed)
-                return _json(body, failed.status, {**headers, **failed.headers})
+                return _json(words(failed), failed.status, {**headers, **failed.headers})
 
         return guarded
 
@@ -280,11 +284,15 @@ class Server:
     async def _sized_body(self, request: Request) -> tuple[dict[str, Any], int]:
         """(the body as a JSON object, its bytes). Raises HttpError 400 or 413."""
         most = self.config.max_body_bytes
+        too_large = HttpError(413, "too_large", f"the body has more than {most} bytes")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > most:
+            raise too_large
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise HttpError(413, "too_large", f"the body has more than {most} bytes")
+                raise too_large
             parts.append(part)
         try:
             return msgspec.json.decode(b"".join(parts), type=dict[str, Any]), size
@@ -309,6 +317,17 @@ class Server:
         if not 0 < seconds <= 1e7:
             raise bad(f"timeout is {given} s, it must be above 0 and at most 1e7", "timeout")
         return seconds
+
+
+@contextlib.contextmanager
+def _bearable() -> Iterator[None]:
+    """A body that Python cannot take in is refused, as any other mistake of the client. Raises HttpError 400."""
+    try:
+        yield
+    except RecursionError as error:
+        raise bad(f"the body is nested too deeply: {error}") from error
+    except OverflowError as error:
+        raise bad(f"a number in the body is too large: {error}") from error
 
 
 def _request_id(request: Request) -> str:
