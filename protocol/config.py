@@ -10,7 +10,7 @@ import msgspec
 
 from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.limits import BLOCK_SIZE, DRAIN_MS, MAX_SEATS, OPEN_REQUESTS_MAX
-from phalanx.protocol.rundir import write_whole
+from phalanx.protocol.rundir import unusable, write_whole
 
 CONFIG_FILE = "config.json"
 
@@ -287,6 +287,13 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         path = self.run_path / name
         write_whole(path, self._text())
         return path
+
+    def save_first(self, name: str = CONFIG_FILE) -> Path:
+        """`save`, of a node that is about to start. Raises ConfigError, with what to do."""
+        try:
+            return self.save(name)
+        except OSError as error:
+            raise unusable(self.run_path / name, error) from error
 
     def is_saved(self) -> bool:
         """Whether the run directory has it as it is here."""

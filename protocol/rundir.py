@@ -1,6 +1,7 @@
 """The run directory: sockets, journal, logs and pid files of one node, mode 0700."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,6 +22,8 @@ LOG_DIR = "logs"
 HTTP_FILE = "http.json"  # where the HTTP server listens
 PLAN_FILE = "memory-{seat}.json"  # what a rank's memory goes to, for people
 JOURNAL_FILE = "journal.sqlite"
+# Of what nodes write here, for all of which a directory in its place would be in the way.
+_FILES = (".sock", ".pid", ".lock", ".json", ".jsonl", ".sqlite", ".sqlite-wal", ".sqlite-shm")
 _LONGEST = max(
     map(len, (CLIENT_SOCKET, BUS_SOCKET, SUPERVISOR_SOCKET, KVSTORE_SOCKET, EPLB_SOCKET))
 )
@@ -50,7 +53,8 @@ def write_whole(path: Path, content: bytes) -> None:
 def prepare(run_dir: Path) -> Path:
     """Create the run directory (mode 0700) and return its absolute path.
 
-    Raises ConfigError when it belongs to someone else or its sockets would not fit a socket address.
+    Raises ConfigError when it belongs to someone else, its sockets would not fit a socket address, or something is in
+    the way there.
     """
     path = run_dir.absolute()
     longest = len(os.fsencode(path)) + 1 + _LONGEST
@@ -67,9 +71,26 @@ def prepare(run_dir: Path) -> Path:
             )
         path.chmod(0o700)
         (path / LOG_DIR).mkdir(mode=0o700, exist_ok=True)
+        for entry in path.iterdir():
+            if entry.suffix in _FILES and entry.is_dir():
+                raise ConfigError(
+                    f"{entry} is a directory, where a file of the node belongs: move it away, or choose"
+                    " another --run-dir"
+                )
     except OSError as error:
-        raise ConfigError(f"cannot use the run directory {path}: {error.strerror}") from error
+        raise unusable(Path(error.filename or path), error) from error
     return path
+
+
+def unusable(path: Path, error: OSError) -> ConfigError:
+    """What is wrong with a place in the run directory, and what to do."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        what = f"{path} is a file, where a directory of the node belongs: move it away"
+    elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        what = f"cannot write {path}: {error.strerror}: free some of its disk"
+    else:
+        what = f"cannot use {path}: {error.strerror}: see why"
+    return ConfigError(f"{what}, or choose another --run-dir")
 
 
 def endpoint(run_dir: Path, socket: str) -> str:

@@ -46,6 +46,7 @@ class NodeLock:
                 f"a node is already running in {run_dir} (supervisor pid {read_pid(run_dir)}): stop it"
                 " with `phalanx down`, or choose another --run-dir"
             )
+        self._write_pid()  # before a long wait: until then it is the dead one's
         self.children_fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if not _wait_lock(self.children_fd, _TOLD_S):
             most_s = OLD_NODE_MS / 1000
@@ -61,11 +62,12 @@ class NodeLock:
                     " --run-dir"
                 )
         self.swept = clean(run_dir)
-        self._write_pid()
 
     def _write_pid(self) -> None:
+        path = self.run_dir / PID_FILE
         with contextlib.suppress(OSError):  # it is for people, and the disk may be full
-            write_whole(self.run_dir / PID_FILE, f"{os.getpid()}\n".encode())
+            path.unlink(missing_ok=True)
+            write_whole(path, f"{os.getpid()}\n".encode())
 
     def restore(self) -> bool:
         """Make the lock's file anew when somebody deleted it: without it nobody sees that a node runs.

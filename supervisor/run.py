@@ -54,7 +54,7 @@ def run_processes(
     try:
         config.check()
         _check_name_free(config)
-        _save(config)
+        config.save_first()
         silent_ms = (time.monotonic_ns() - beat_ns) / 1e6 if beat_ns else 0.0
         node = Node(config, table, placements(), lock, on_event, silent_ms)
         if keep_weights:
@@ -67,13 +67,6 @@ def run_processes(
     finally:
         arena.close_owned()  # an interrupt or a full /dev/shm comes at any line
         lock.release()
-
-
-def _save(config: NodeConfig) -> None:
-    try:
-        config.save()
-    except OSError as error:
-        raise ConfigError(f"cannot write to {config.run_dir}: {error.strerror}") from error
 
 
 def _check_name_free(config: NodeConfig) -> None:

@@ -20,7 +20,7 @@ from phalanx.protocol.config import NodeConfig, parse_config
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS, STOPPED_MS
 from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
-from phalanx.protocol.rundir import LOG_DIR, is_running, prepare
+from phalanx.protocol.rundir import LOG_DIR, is_running, open_output, prepare
 from phalanx.services.http.address import read_address, url
 from phalanx.supervisor.ask import NoAnswer, NodeGone, NoNode, ask, find_run_dir
 from phalanx.supervisor.commands.common import (
@@ -184,8 +184,8 @@ def _start(
     failure = config.run_path / FAILED_FILE
     failure.unlink(missing_ok=True)
     # Not yet as the node's own: until the supervisor holds the lock, another node may live there.
-    wanted = config.save(f"config.{os.getpid()}.json")
-    with (config.run_path / LOG_DIR / "supervisor.out").open("ab") as output:
+    wanted = config.save_first(f"config.{os.getpid()}.json")
+    with open_output(config.run_path / LOG_DIR / "supervisor.out") as output:
         begins = output.tell()
         child = subprocess.Popen(
             [*_SUPERVISOR, "--run-dir", config.run_dir, "--config", str(wanted), *owner],

@@ -10,10 +10,23 @@ from typing import cast
 import pytest
 
 from phalanx.protocol.config import HttpConfig
+from phalanx.protocol.errors import ConfigError
 from phalanx.protocol.log import Logger
-from phalanx.protocol.rundir import HTTP_FILE, PID_FILE, PLAN_FILE, read_plans, write_plan
+from phalanx.protocol.rundir import (
+    CLIENT_SOCKET,
+    HTTP_FILE,
+    JOURNAL_FILE,
+    LOCK_FILE,
+    LOG_DIR,
+    PID_FILE,
+    PLAN_FILE,
+    prepare,
+    read_plans,
+    write_plan,
+)
 from phalanx.services.http.address import listen, read_address
 from phalanx.supervisor.files import Files
+from phalanx.supervisor.lock import FAILED_FILE
 
 
 @contextmanager
@@ -74,3 +87,18 @@ def test_http_serves_without_room_for_its_address(tmp_path: Path) -> None:
     ):
         assert found.getsockname()[1] == port, "the address of before is still there"
     assert json.loads((tmp_path / HTTP_FILE).read_text())["port"] == port
+
+
+@pytest.mark.parametrize(
+    "name", [CLIENT_SOCKET, LOCK_FILE, PID_FILE, FAILED_FILE, JOURNAL_FILE, "memory-1.json"]
+)
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path, name: str) -> None:
+    (prepare(tmp_path) / name).mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/{name} is a directory, .* move it away"):
+        prepare(tmp_path)
+
+
+def test_so_is_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
+    (tmp_path / LOG_DIR).touch()
+    with pytest.raises(ConfigError, match=f"{tmp_path}/{LOG_DIR} is a file, .* move it away"):
+        prepare(tmp_path)
