@@ -6,6 +6,7 @@ from phalanx.protocol.messages import ProcessStatus
 
 # A process that was started this often gets nowhere, whatever it reports: it would report it again for ever.
 _STARTS_MAX = 3
+SAY_AFTER_S = 10.0  # of waiting for the same
 
 
 class Headway:
@@ -29,6 +30,22 @@ class Headway:
     def still_s(self, now_s: float) -> float:
         """For how long nothing has got on."""
         return now_s - self._since_s
+
+
+class Waits:
+    """What is waited for, as far as it is worth a line of its own: when it has not changed for a while, once."""
+
+    def __init__(self) -> None:
+        self._text, self._since_s, self._said = "", 0.0, ""
+
+    def news(self, text: str, now_s: float) -> str:
+        """`text`, if it is to be said now; else empty."""
+        if text != self._text:
+            self._text, self._since_s = text, now_s
+        if text == self._said or now_s - self._since_s < SAY_AFTER_S:
+            return ""
+        self._said = text
+        return text
 
 
 def waiting_for(processes: Sequence[ProcessStatus]) -> list[str]:

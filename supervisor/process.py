@@ -84,6 +84,8 @@ class Process:
     def told(self) -> str:
         """What it does, or why it is not there, and what it waits for."""
         detail = self.detail or "not started"
+        if self.stage is Stage.STARTING and detail != Stage.STARTING.name.lower():
+            detail = f"starting: {detail}"
         return f"{detail} (before: {self.lacks})" if self.lacks and self.alive else detail
 
     def start_anew(self, now_ns: int) -> None:

@@ -33,7 +33,7 @@ from phalanx.supervisor.commands.common import (
     run_dir_option,
 )
 from phalanx.supervisor.commands.plan import memory_plan
-from phalanx.supervisor.headway import Headway, share, waiting_for
+from phalanx.supervisor.headway import Headway, Waits, share, waiting_for
 from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node, read_pid, sweep_dead
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
@@ -210,6 +210,7 @@ def _await_ready(
 ) -> StatusReply:
     started = time.monotonic()
     headway, waiting, looked = Headway(started), ["the supervisor"], started
+    waits = Waits()
     with errors.status("starting", spinner="dots") if not quiet else _Nothing() as spinner:
         while True:
             if child.poll() is not None:
@@ -224,7 +225,10 @@ def _await_ready(
                 looked, old = now, holders(config.run_path)
                 known = child.pid in old or not old
                 waiting = ["the supervisor"] if known else [of_earlier_node(old)]
-            spinner.update(f"{now - started:.0f} s, waiting for {', '.join(waiting[:6])}")
+            text = f"waiting for {', '.join(waiting[:6])}"
+            spinner.update(f"{now - started:.0f} s, {text}")
+            if not quiet and (news := waits.news(text, now)):
+                errors.print(news, markup=False, highlight=False, soft_wrap=True)
             late = timeout_s is not None and now - started >= timeout_s
             if late or headway.still_s(now) > START_DEADLINE_MS / 1000:
                 break

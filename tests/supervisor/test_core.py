@@ -156,7 +156,7 @@ def test_start_says_what_it_waits_for() -> None:
     story = Story(1).ready("worker-0", "gateway")
     assert story.core.reasons()[0] == "scheduler-0 is starting"
     story.feed(Progressed("scheduler-0", 1, "load", 0.5))
-    assert story.core.reasons()[0] == "scheduler-0 is load"
+    assert story.core.reasons()[0] == "scheduler-0 is starting: load"
 
 
 def test_bad_input_ends_the_node_at_once_with_its_reason() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.protocol.limits import START_DEADLINE_MS
 from phalanx.protocol.messages import ProcessStatus
-from phalanx.supervisor.headway import Headway, waiting_for
+from phalanx.supervisor.headway import Headway, Waits, waiting_for
 
 PATIENCE_S = START_DEADLINE_MS / 1000
 
@@ -68,3 +68,11 @@ def test_it_says_what_it_waits_for() -> None:
         process("gateway", ""),
     )
     assert waiting_for(told) == ["worker-0 (compile kernels, 45%)", "worker-1 (start)"]
+
+
+def test_what_is_waited_for_is_said_once_and_again_when_it_is_another() -> None:
+    waits, said = Waits(), []
+    for second in range(100):
+        text = "worker-0" if second < 40 else f"kernels, {min(second, 60)}%"
+        said += [(second, news)] if (news := waits.news(text, float(second))) else []
+    assert said == [(10, "worker-0"), (70, "kernels, 60%")]

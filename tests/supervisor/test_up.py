@@ -12,6 +12,7 @@ import pytest
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.protocol.rundir import prepare
+from phalanx.supervisor import headway
 from phalanx.supervisor.commands import node
 from phalanx.supervisor.lock import NodeBusy, NodeLock
 
@@ -34,6 +35,17 @@ def test_a_supervisor_that_ends_while_the_node_starts(
         node.start_detached(NodeConfig(run_dir=str(run_dir)))
     assert raised.value.exit_code == code  # type: ignore[attr-defined]
     assert ("it was stopped before it was ready" in str(raised.value)) == (ended == 0)
+
+
+def test_what_a_start_waits_for_is_said_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(node, "_SUPERVISOR", [sys.executable, "-c", "import time; time.sleep(3)"])
+    monkeypatch.setattr(headway, "SAY_AFTER_S", 0.2)
+    config = NodeConfig(run_dir=str(prepare(tmp_path / "node")))
+    with pytest.raises(PhalanxError):
+        node.start_detached(config, quiet=False)
+    assert capsys.readouterr().err.count("waiting for the supervisor\n") == 1
 
 
 def test_a_disk_without_a_byte_is_told(tmp_path: Path) -> None:
