@@ -163,7 +163,7 @@ def pool_sizes(
             just now: what was accepted must fit.
 
     Raises ConfigError, with the numbers, when not even one sequence of a block would fit, or what was asked
-    for does not fit the GPU; NoRoom when it would if other processes held nothing there.
+    for does not fit the GPU; NoRoom when it would if other processes held nothing there, or in /dev/shm.
     """
     num_slots = config.scheduler.max_num_seqs
     longest = -(-layout.config.max_positions // BLOCK_TOKENS)
@@ -179,6 +179,8 @@ def pool_sizes(
         _check_gpu(gpu, layout, num_slots, max(num_blocks, 2))
     if num_blocks < 2:
         need = num_slots * layout.slot_bytes + 2 * layout.block_bytes
+        if gpu is None and not config.worker.kv_bytes:
+            _check_shm(need, num_slots, config.ranks)
         raise ConfigError(
             f"a rank has {budget} bytes for caches, {num_slots} state slots and two blocks need {need}:"
             " raise worker.kv_bytes, lower scheduler.max_num_seqs, or free memory"
@@ -202,6 +204,22 @@ def _check_gpu(gpu: GpuPlan, layout: CacheLayout, num_slots: int, num_blocks: in
         advice = f"{fit - 1} blocks would fit, of {BLOCK_TOKENS} tokens: lower worker.num_blocks"
         advice += " or worker.kv_bytes"
     raise gpu.refusal(f"{num_blocks - 1} KV blocks and {num_slots} state slots", need, advice)
+
+
+def _check_shm(need: int, num_slots: int, ranks: int) -> None:
+    """Raises NoRoom or ConfigError where it is /dev/shm that leaves a rank less than `need`."""
+    shm, all_ranks = shutil.disk_usage(SHM), need * _FREE_SHARE * ranks
+    if shm.free >= all_ranks:
+        return
+    text = (
+        f"{SHM} has {shown_bytes(shm.free)} free of {shown_bytes(shm.total)}, and a rank's caches take"
+        f" 1/{_FREE_SHARE * ranks} of that: {num_slots} state slots and two blocks need {need} bytes, so"
+        f" {shown_bytes(all_ranks)} must be free:"
+    )
+    advice = "set worker.kv_bytes, lower scheduler.max_num_seqs, or give the container a larger --shm-size"
+    if all_ranks <= shm.total:
+        raise NoRoom(f"{text} free some of it, {advice}")
+    raise ConfigError(f"{text} {advice}")
 
 
 def _fits_in_shm(layout: CacheLayout, num_blocks: int, ranks: int) -> bool:

@@ -1,6 +1,7 @@
 """Pools come from the budget given, or from what is free, and say with both numbers when nothing fits."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -46,6 +47,22 @@ def test_ranks_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_little_names_both_numbers() -> None:
     with pytest.raises(ConfigError, match=rf"has {MIB} bytes .* two blocks need \d+"):
         pool_sizes(FULL, config(kv_bytes=MIB))
+
+
+@pytest.mark.parametrize(("total", "raised"), [(8000 * MIB, NoRoom), (MIB, ConfigError)])
+def test_too_little_of_dev_shm_is_named(
+    total: int, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full it is no matter of the configuration, and may have room again; too small it is one."""
+
+    def usage(path: object) -> SimpleNamespace:
+        return SimpleNamespace(total=total, free=MIB)
+
+    monkeypatch.setattr(pools, "shutil", SimpleNamespace(disk_usage=usage))
+    monkeypatch.setattr(pools, "available_bytes", lambda: 8000 * MIB)
+    with pytest.raises(raised, match=r"/dev/shm has 1.0 MiB free of .* must be free: ") as told:
+        pool_sizes(FULL, config(ranks=2))
+    assert type(told.value) is raised
 
 
 def test_a_number_of_blocks_given_is_taken() -> None:
