@@ -11,7 +11,7 @@ a MessagePack map whose `type` field names the struct (`docs/protocol.md`). Thre
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from phalanx.protocol.errors import Code
 PROTOCOL_VERSION = 1
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Call = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # as a client may choose it
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", tag=True, omit_defaults=True):
@@ -76,7 +77,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Generate(Message, frozen=True):
     """Start a request. Exactly one of `prompt`, `prompt_token_ids`, `messages`, `spans`."""
 
-    call: int
+    call: Call
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     messages: tuple[ChatMessage, ...] | None = None
@@ -170,7 +171,7 @@ class Final(Message, frozen=True):
 class Abort(Message, frozen=True):
     """End every sequence of the request with reason `abort`. Answer: Done or Error."""
 
-    call: int
+    call: Call
     request_id: str
 
 
@@ -182,7 +183,7 @@ class Attach(Message, frozen=True):
     another digest than the client's is not continued: it ends with the code `stream_changed`.
     """
 
-    call: int
+    call: Call
     request_id: str
     offsets: tuple[int, ...] = ()
     digests: tuple[bytes, ...] = ()  # of the tokens before each offset; empty: not compared
@@ -192,7 +193,7 @@ class Attach(Message, frozen=True):
 class Replay(Message, frozen=True):
     """Run a request that has ended again and compare. Answer, when that is done: Replayed or Error."""
 
-    call: int
+    call: Call
     request_id: str  # or the beginning of it, if only one begins so
     seat: int = -1  # the rank that shall run it; -1: any
 
@@ -228,7 +229,7 @@ class Replayed(Message, frozen=True):
 
 
 class Stats(Message, frozen=True):
-    call: int
+    call: Call
 
 
 class StatsReply(Message, frozen=True):
@@ -247,7 +248,7 @@ class StatsReply(Message, frozen=True):
 
 
 class Health(Message, frozen=True):
-    call: int
+    call: Call
     quiet: tuple[str, ...] = ()  # requests of which the client has heard nothing for a while
 
 

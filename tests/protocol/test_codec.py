@@ -113,3 +113,17 @@ def test_size_is_bounded() -> None:
     decoder = Decoder[m.Message](m.ClientMessage, max_bytes=1000)
     with pytest.raises(DecodeError, match="limit is 1000"):
         decoder.decode(encode(m.Generate(1, prompt="x" * 1000)))
+
+
+@pytest.mark.parametrize("kind", sorted(members(m.ClientMessage), key=lambda kind: kind.__name__))
+def test_a_call_that_no_client_may_choose_is_refused(kind: type) -> None:
+    decoder = Decoder[m.Message](m.ClientMessage)
+    ends = {"request_id": "ab", "offsets": [0], "prompt": "x"}
+    for call in (0, 2**63 - 1):
+        frame = msgspec.msgpack.encode({"type": kind.__name__, "call": call} | ends)
+        assert decoder.decode(frame).call == call  # type: ignore[attr-defined]
+    for call in (-1, 2**63):
+        frame = msgspec.msgpack.encode({"type": kind.__name__, "call": call} | ends)
+        with pytest.raises(DecodeError, match="call"):
+            decoder.decode(frame)
+        assert call_of(frame) == 0
