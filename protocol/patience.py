@@ -40,12 +40,12 @@ class Patience:
         self.state, self._waited_ns, self._last_ns = state, waited_ns, now_ns
         self._asleep_ns = asleep_ns
 
-    def skip(self, gap_ns: int) -> None:
-        """Time that does not count."""
-        self.since_ns += gap_ns
-        self._first_ns += gap_ns
-        self._last_ns += gap_ns
-        self._stopped_ns += gap_ns
+    def skip(self, gap_ns: int, now_ns: int) -> None:
+        """The time until now that does not count; what happened in it happened now."""
+        self.since_ns = min(self.since_ns + gap_ns, now_ns)
+        self._first_ns = min(self._first_ns + gap_ns, now_ns)
+        self._last_ns = min(self._last_ns + gap_ns, now_ns)
+        self._stopped_ns = min(self._stopped_ns + gap_ns, now_ns)
 
     def silent_ms(self, now_ns: int) -> float:
         return (now_ns - self.since_ns) / _MS

@@ -108,7 +108,7 @@ class SupervisorCore:
         """Everything that time alone makes happen. Call it at least every 100 ms."""
         self.started_ns = self.started_ns or now_ns
         if now_ns - self._ticked_ns > _INSPECT_AFTER_MS * _MS:
-            self._forgive(now_ns - self._ticked_ns - _GAP_COUNTS_MS * _MS)
+            self._forgive(now_ns - self._ticked_ns - _GAP_COUNTS_MS * _MS, now_ns)
         self._ticked_ns = now_ns
         actions: list[Action] = []
         if self.supervising:
@@ -120,9 +120,9 @@ class SupervisorCore:
                 actions += self.send_health()
                 self._health_said_ns = now_ns
             actions += self.group.hurry(now_ns)
-            for seat, why in self.group.overdue(now_ns):
+            for seat, why, since_ns in self.group.overdue(now_ns):
                 worker = self.workers[seat]
-                actions += self.lives.lose(worker, why, "acknowledgement", now_ns, now_ns)
+                actions += self.lives.lose(worker, why, "acknowledgement", since_ns, now_ns)
         actions += self.changes.step(now_ns)
         actions += self.rebalances.step(now_ns)
         actions += self.ending.step(now_ns)
@@ -135,17 +135,18 @@ class SupervisorCore:
             if text and now_ns - heard_ns > TROUBLE_MS * _MS:
                 process.trouble = "", now_ns
 
-    def _forgive(self, gap_ns: int) -> None:
+    def _forgive(self, gap_ns: int, now_ns: int) -> None:
         """We ourselves did not run for a while (a paused container, a loaded machine): what looks like
         the children's silence is perhaps our own, so that time does not count. What they were silent before
-        does: one that is often late finds a hung process all the same."""
+        does: one that is often late finds a hung process all the same. A sign of life since then is not moved
+        beyond now: what follows it counts."""
         for process in self.processes.values():
-            process.life.skip(gap_ns)
-            process.progress_ns += gap_ns
+            process.life.skip(gap_ns, now_ns)
+            process.progress_ns = min(process.progress_ns + gap_ns, now_ns)
             if process.awaited_ns:
-                process.awaited_ns += gap_ns
+                process.awaited_ns = min(process.awaited_ns + gap_ns, now_ns)
         for patience in self.group.waiting.values():
-            patience.skip(gap_ns)
+            patience.skip(gap_ns, now_ns)
 
     @property
     def awaits_acks(self) -> bool:
@@ -295,7 +296,8 @@ class SupervisorCore:
             process.silent = process.silent or process.suspect(now_ns)
             if found is not None:
                 by, why = found
-                actions += self.lives.lose(process, why, by, process.life.since_ns, now_ns)
+                since_ns = process.progress_ns if by == "progress" else process.life.since_ns
+                actions += self.lives.lose(process, why, by, since_ns, now_ns)
             elif self._worth_a_look(process, now_ns):
                 actions.append(Inspect(process.spec.name, process.incarnation))
         return actions + self._find_idle(now_ns)

@@ -230,15 +230,19 @@ class Group:
             return []
         return self._stop("", 0.0, now_ns)
 
-    def overdue(self, now_ns: int) -> list[tuple[int, str]]:
-        """Members that did not acknowledge in time, and why they count as lost."""
+    def overdue(self, now_ns: int) -> list[tuple[int, str, int]]:
+        """Members that did not acknowledge in time, why they count as lost, and since when they are silent."""
         stopping = self.phase is GroupPhase.STOPPING
         limit_ms, cap_ms = (
             (STOP_ACK_MS, 5 * STOP_ACK_MS) if stopping else (GO_ACK_MS, 2 * GO_ACK_MS)
         )
         name = "STOP" if stopping else "GO"
         return [
-            (seat, f"did not acknowledge {name} within {patience.silent_ms(now_ns):.0f} ms")
+            (
+                seat,
+                f"did not acknowledge {name} within {patience.silent_ms(now_ns):.0f} ms",
+                patience.since_ns,
+            )
             for seat, patience in self.waiting.items()
             if patience.exhausted(now_ns, limit_ms, cap_ms)
         ]

@@ -7,8 +7,9 @@ import pytest
 from msgspec import structs
 from supervisor.test_core import MS, Story, running
 
+from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.limits import HANG_MS
+from phalanx.protocol.limits import BUSY_SILENCE_MS, HANG_MS, STOP_ACK_MS
 from phalanx.protocol.messages import HistoryEntry, Restart, Scale
 from phalanx.supervisor.events import (
     BecameReady,
@@ -16,6 +17,7 @@ from phalanx.supervisor.events import (
     ChangeAsked,
     Finished,
     Inspected,
+    Observed,
     PipeClosed,
     Progressed,
     Reaped,
@@ -105,6 +107,25 @@ def test_a_hung_process_is_told_with_the_time_that_it_was_silent() -> None:
         "tokenizer-0 hung: no sign of life"
     )
     assert HANG_MS <= entry.detected_ms <= HANG_MS + 200
+
+
+def test_who_is_busy_without_progress_is_told_with_the_time_since_it_got_on() -> None:
+    story = running()
+    story.silent = {"worker-1"}  # what `wait` says of it is that it is idle
+    for _ in range(BUSY_SILENCE_MS // 100 + 1):
+        story.feed(Observed("worker-1", 1, story.now_ns, 0, ProcessPhase.BUSY)).wait(100)
+    (entry,) = told(story, process="worker-1")
+    assert entry.noticed == "progress" and entry.cause.startswith("worker-1 stuck: busy")
+    assert BUSY_SILENCE_MS <= entry.detected_ms <= BUSY_SILENCE_MS + 200
+
+
+def test_who_does_not_acknowledge_is_told_with_the_time_that_it_was_awaited() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0,)).wait(STOP_ACK_MS // 2)
+    story.feed(Inspected("worker-2", 1, "S", 0)).wait(STOP_ACK_MS // 2 + 300)
+    (entry,) = told(story, process="worker-2")
+    assert entry.noticed == "acknowledgement" and "did not acknowledge STOP" in entry.cause
+    assert STOP_ACK_MS <= entry.detected_ms <= STOP_ACK_MS + 300
 
 
 def test_successors_that_fall_before_they_serve_are_one_entry() -> None:
