@@ -5,7 +5,6 @@ for the step, STOP and GO acknowledgements, heartbeats, the topology itself, and
 that is proposed to the running group. Each word has one writer, named below. Readers never lock.
 """
 
-import time
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -27,8 +26,8 @@ _MARK_AT = 64  # in a process's bytes
 _SEATS_AT = _GLOBAL_BYTES
 _PROCESSES_AT = _SEATS_AT + MAX_SEATS * _SEAT_BYTES
 _TOPOLOGY_AT = _PROCESSES_AT + MAX_PROCESSES * _PROCESS_BYTES
-_PROPOSAL_AT = _TOPOLOGY_AT + TOPOLOGY_BYTES_MAX
-BOARD_BYTES = _PROPOSAL_AT + TOPOLOGY_BYTES_MAX
+_PROPOSAL_AT = _TOPOLOGY_AT + 2 * TOPOLOGY_BYTES_MAX  # two places each, see `_Published`
+BOARD_BYTES = _PROPOSAL_AT + 2 * TOPOLOGY_BYTES_MAX
 ROUNDS = (
     2**32
 )  # their numbers are told apart in an epoch; a million of them take minutes, all of them weeks
@@ -58,41 +57,36 @@ class ProcessPhase(IntEnum):
 class _Published:
     """A part of the board that its writer replaces as a whole: a reader sees the old or the new one.
 
-    Two words tell of it: a version, odd while it is being written and 0 before the first time, and the
-    length in bytes.
+    One word tells of it: how often it was written, and the length in bytes. There are two places, written in
+    turn: what is whole stays so while the next one is written, even if the writer never gets to its end.
     """
 
-    def __init__(self, what: str, data: memoryview, words_at: int, at: int) -> None:
-        self._what, self._words = what, data[8 * words_at : 8 * words_at + 16].cast("Q")
-        self._bytes = data[at : at + TOPOLOGY_BYTES_MAX]
+    def __init__(self, what: str, data: memoryview, word_at: int, at: int) -> None:
+        self._what, self._word = what, data[8 * word_at : 8 * word_at + 8].cast("Q")
+        ends = at + TOPOLOGY_BYTES_MAX, at + 2 * TOPOLOGY_BYTES_MAX
+        self._places = tuple(data[end - TOPOLOGY_BYTES_MAX : end] for end in ends)
 
     @property
     def version(self) -> int:
-        return self._words[0]
+        return self._word[0] >> 32
 
     def write(self, encoded: bytes) -> None:
         if len(encoded) > TOPOLOGY_BYTES_MAX:
             raise ArenaError(
                 f"the {self._what} takes {len(encoded)} bytes, the board has {TOPOLOGY_BYTES_MAX}"
             )
-        version = self._words[0]
-        self._words[0] = version + 1
-        self._words[1] = len(encoded)
-        self._bytes[: len(encoded)] = encoded
-        self._words[0] = version + 2
+        version = self.version + 1
+        self._places[version % 2][: len(encoded)] = encoded
+        self._word[0] = version << 32 | len(encoded)
 
     def read(self) -> bytes:
         """What was written last; empty before the first time."""
-        for _ in range(1000):
-            version, length = self._words[0], self._words[1]
-            if version == 0:
-                return b""
-            if version % 2 == 0 and length <= TOPOLOGY_BYTES_MAX:
-                encoded = bytes(self._bytes[:length])
-                if self._words[0] == version:
-                    return encoded
-            time.sleep(0.0005)  # the writer is at it: far shorter than this
-        raise ArenaError(f"the {self._what} on the board never became whole")
+        while True:
+            word = self._word[0]
+            version, length = word >> 32, word % 2**32
+            encoded = bytes(self._places[version % 2][:length])
+            if self._word[0] == word:
+                return encoded  # else the next one is whole, and perhaps that after it begun, in this place
 
 
 class Board:
@@ -104,7 +98,7 @@ class Board:
         self._u32 = data[:_TOPOLOGY_AT].cast("I")
         self._u64 = data[:_TOPOLOGY_AT].cast("Q")
         self._topology = _Published("topology", data, 2, _TOPOLOGY_AT)
-        self._proposal = _Published("proposal", data, 4, _PROPOSAL_AT)
+        self._proposal = _Published("proposal", data, 3, _PROPOSAL_AT)
         self._epoch = Word(data, 0)  # written by the supervisor; odd while stopped
         self.supervisor_bell = Word(data, 4)  # rung by whoever acknowledges something
         self.seats = [SeatRow(self, seat) for seat in range(MAX_SEATS)]
