@@ -81,4 +81,5 @@ class Patience:
         # One that was runnable when last seen has perhaps been waiting ever since.
         until_ns = self._last_ns if self.state == "R" else now_ns
         waited_ns = self._waited_ns - self._waited_first_ns
-        return unseen_ms + (until_ns - self._first_ns - waited_ns - self._slept_ns) / _MS
+        own_ms = unseen_ms + (until_ns - self._first_ns - waited_ns - self._slept_ns) / _MS
+        return min(own_ms, self.silent_ms(now_ns))

@@ -14,6 +14,8 @@ class Looks:
     _runnable: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     # The same of those that slept in the kernel where nothing can wake them.
     _asleep: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    _waits: dict[str, int] = field(default_factory=dict[str, int])  # of each thread, as told last
+    _ended_ns: int = 0  # waits of threads that are gone
 
     def inspect(self, now_ns: int) -> tuple[str, int, int] | None:
         """(state, nanoseconds spent runnable without a CPU, over all threads, nanoseconds of the longest sleep
@@ -26,10 +28,11 @@ class Looks:
         one that reads page after page from a slow disk sleeps often, and never for long.
 
         The kernel counts a wait when it is over, and on a loaded machine one takes seconds. So a thread that
-        was runnable at an earlier look and has not run since has waited all that time.
+        was runnable at an earlier look and has not run since has waited all that time. What a thread has waited
+        remains when it ends: the sum never falls.
         """
         states: list[str] = []
-        waited_ns = 0
+        waits: dict[str, int] = {}
         runnable: dict[str, tuple[int, int]] = {}
         asleep: dict[str, tuple[int, int]] = {}
         for task in (self.proc / str(self.pid) / "task").glob("*"):
@@ -40,15 +43,18 @@ class Looks:
             except (OSError, IndexError, ValueError):
                 continue  # that thread ended meanwhile
             states.append(state)
-            waited_ns += counted_ns
             if state == "R":
                 runnable[task.name] = _since(self._runnable.get(task.name), ran_ns, now_ns)
-                waited_ns += now_ns - runnable[task.name][1]
-            elif state == "D":
+                counted_ns += now_ns - runnable[task.name][1]
+            waits[task.name] = max(counted_ns, self._waits.get(task.name, 0))
+            if state == "D":
                 asleep[task.name] = _since(self._asleep.get(task.name), ran_ns, now_ns)
         self._runnable, self._asleep = runnable, asleep
         if not states:
             return None
+        self._ended_ns += sum(ns for name, ns in self._waits.items() if name not in waits)
+        self._waits = waits
+        waited_ns = self._ended_ns + sum(waits.values())
         main = states[0]  # the task directory lists the main thread first
         found = [state for state in "RD" if main not in "TD" and state in states]
         slept_ns = max((now_ns - since_ns for _, since_ns in asleep.values()), default=0)

@@ -1,5 +1,7 @@
 """When a silent process counts as hung: not for the time that it waits for a CPU."""
 
+import math
+
 import pytest
 
 from phalanx.protocol.limits import BEAT_PERIOD_MS, HANG_MS, STALL_TOLD_MS, SUSPECT_MS, TOLD_MS
@@ -31,3 +33,11 @@ def test_one_that_sleeps_for_good_is_one_within_a_second(looks_at_ms: int) -> No
             life.inspected("S", 0, 0, now_ms * MS)
         found |= life.exhausted(now_ms * MS, SUSPECT_MS, TOLD_MS, STALL_TOLD_MS)
     assert found
+
+
+def test_its_own_time_is_never_more_than_its_silence() -> None:
+    """Whatever whoever looks at it makes of its waits."""
+    life = Patience(0)
+    life.inspected("R", 5_000 * MS, 0, 510 * MS)
+    life.inspected("R", 1_000 * MS, 0, 610 * MS)
+    assert not life.exhausted(620 * MS, HANG_MS, math.inf)

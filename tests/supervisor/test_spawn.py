@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,21 @@ def test_a_child_starts_without_a_place_for_its_output(tmp_path: Path) -> None:
         second = spawner.spawn(spec, 2)
         assert second is not None and second.process.wait(timeout=60) == 0
         spawner.close()
+
+
+def test_what_a_thread_has_waited_remains_when_it_ends(tmp_path: Path) -> None:
+    """The sum fell, and a process that got no CPU seemed to have had one for as long."""
+    task = tmp_path / "7" / "task"
+    for thread, state, waited_ns in ((7, "S", 40), (8, "S", 4000), (9, "R", 300)):
+        (task / str(thread)).mkdir(parents=True)
+        (task / str(thread) / "stat").write_text(f"{thread} (x) {state} 1")
+        (task / str(thread) / "schedstat").write_text(f"9 {waited_ns} 1")
+    looks, sums = Looks(7, tmp_path), list[int]()
+    for now_ns, ends in ((1000, ""), (2000, "8"), (3000, "9"), (4000, "")):
+        if ends:
+            shutil.rmtree(task / ends)
+        sums.append((looks.inspect(now_ns) or ("", 0, 0))[1])
+    assert sums == [4340, 5340, 5340, 5340]
 
 
 def test_a_wait_that_is_not_over_counts(tmp_path: Path) -> None:
