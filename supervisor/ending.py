@@ -42,7 +42,7 @@ class Ending:
     def __init__(self, core: "SupervisorCore") -> None:
         self._core = core
         self.stage = NodeStage.RUNNING
-        self._left: list[str] = []
+        self._left: dict[str, None] = {}  # in this order, each once
         self._hands_over = False  # to the next node's gateway: this node has failed
         self._drain_ends_ns = 0  # then the gateway ends what still runs
         self._stage_ends_ns = 0
@@ -160,7 +160,7 @@ class Ending:
         return actions
 
     def _kill_leftover(self, process: Process) -> list[Action]:
-        self._left.append(f"{process.spec.name} (killed)")
+        self._left[f"{process.spec.name} (killed)"] = None
         return [Kill(process.spec.name, process.incarnation, signal.SIGKILL)]
 
     def _finish(self, now_ns: int) -> list[Action]:

@@ -135,9 +135,8 @@ class Node:
         self._decoder = Decoder[Message](ToSupervisor, MESSAGE_BYTES_MAX)
         self._events: deque[Event] = deque()
         self._signals: list[int] = []
-        self._waiting_for_end: list[
-            tuple[bytes, int]
-        ] = []  # who asked for the shutdown: peer, call
+        # Who asked for the shutdown: peer, call. Each is answered once, however often it was said.
+        self._waiting_for_end: dict[tuple[bytes, int], None] = {}
         self._finished: Finished | None = None
         self._phases_told: set[tuple[str, str]] = set()
         self._starts = Starts(
@@ -291,9 +290,9 @@ class Node:
             return
         match message:
             case Ready(name, incarnation) if name in self._core.processes:
-                self._board.processes[
-                    self._core.processes[name].spec.index
-                ].ready_heard = incarnation
+                process = self._core.processes[name]
+                if incarnation == process.incarnation:
+                    self._board.processes[process.spec.index].ready_heard = incarnation
                 told = message.fingerprint, message.expert_slots, message.note
                 self._events.append(BecameReady(name, incarnation, *told))
             case Progress(name, incarnation, phase, fraction) if name in self._core.processes:
@@ -318,7 +317,7 @@ class Node:
                 slots = self._watch.expert_slots(self._core.group.members)
                 self._events.append(RebalanceAsked(identity, message, slots))
             case Shutdown(call, timeout_s) if 0 <= timeout_s <= _DRAIN_S_MAX:
-                self._waiting_for_end.append((identity, call))
+                self._waiting_for_end[identity, call] = None
                 self._events.append(ShutdownAsked(int(timeout_s * 1000)))
             case Shutdown(call, timeout_s):
                 text = f"timeout_s is {timeout_s}, allowed: 0 to {_DRAIN_S_MAX}"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import structs
 
+from phalanx.protocol.limits import MAX_SEATS
 from phalanx.protocol.messages import (
     ExpertFinding,
     ExpertReport,
@@ -33,6 +34,10 @@ class Scrubs:
         if isinstance(report, ScrubReport):
             self._ranks = report.scrubbed
             return []
+        findings = tuple(filter(_makes_sense, report.scrubbed.findings))
+        report = structs.replace(
+            report, scrubbed=structs.replace(report.scrubbed, findings=findings)
+        )
         before = self._experts.get(report.seat)
         self._experts[report.seat] = report
         known = before.scrubbed.findings if before is not None else ()
@@ -57,6 +62,13 @@ class Scrubs:
         """For people."""
         experts = _told_experts(self.of_experts(workers).findings)
         return [*map(_told, self.of_ranks(workers).findings), *experts]
+
+
+def _makes_sense(finding: ExpertFinding) -> bool:
+    """It comes from outside, and goes to the board."""
+    seats, places = set(finding.seats), (finding.layer, finding.expert)
+    known = all(0 <= seat < MAX_SEATS for seat in seats) and 0 < len(seats) <= 2
+    return known and len(seats) == len(finding.seats) and all(0 <= at < 2**31 for at in places)
 
 
 def _alive(finding: Finding | ExpertFinding, workers: Workers) -> bool:

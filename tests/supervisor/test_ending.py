@@ -193,3 +193,12 @@ def test_the_second_request_shortens_the_drain() -> None:
     )
     story.wait(DRAIN_GRACE_MS + 100)
     assert story.core.stage is NodeStage.TERMINATING
+
+
+def test_who_was_killed_is_told_once() -> None:
+    """Its time to drain was over, and so was everybody's time to end."""
+    story = running().feed(ShutdownAsked(100)).wait(100 + DRAIN_GRACE_MS + TERM_GRACE_MS + 300)
+    assert story.core.stage is NodeStage.KILLING
+    end(story, *story.core.processes, code=-9)
+    (finished,) = story.take(Finished)
+    assert sorted(finished.left) == sorted(f"{name} (killed)" for name in story.core.processes)

@@ -92,3 +92,19 @@ def test_a_worker_that_was_started_again_is_another() -> None:
     assert scrubs.of_experts(WORKERS) == ExpertsScrubbed(40, 8, (slot(1), doubt(2, 3)))
     assert scrubs.of_experts({0: 1, 1: 2, 2: 1}) == ExpertsScrubbed(20, 4)
     assert scrubs.of_ranks(WORKERS | {2: 2}) == Scrubbed(9, 1)
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        *(doubt(0, 64), doubt(0, -1), doubt(0, 1, layer=-1), doubt(0, 1, layer=2**40)),
+        *(doubt(0, 1, expert=-1), doubt(0, 1, expert=2**32), doubt(1, 1)),
+        *(ExpertFinding((), (), 3, 5), ExpertFinding((0, 1, 2), (1, 1, 1), 3, 5)),
+    ],
+)
+def test_what_makes_no_sense_is_neither_told_nor_put_on_the_board(finding: ExpertFinding) -> None:
+    scrubs = Scrubs()
+    assert scrubs.hear(ExpertReport(0, 1, ExpertsScrubbed(10, 2, (finding, doubt(0, 2))))) == [
+        Doubt(2, 3, 5)
+    ]
+    assert len(scrubs.told(WORKERS)) == 1 and scrubs.of_experts(WORKERS).slots == 10

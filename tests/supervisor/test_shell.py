@@ -22,10 +22,14 @@ from phalanx.protocol.board import Board
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.config import load_config, node_name
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.limits import HANG_MS
+from phalanx.protocol.limits import HANG_MS, MAX_SEATS
 from phalanx.protocol.messages import (
     Error,
+    ExpertFinding,
+    ExpertReport,
+    ExpertsScrubbed,
     FromSupervisor,
+    Ready,
     Restart,
     Restarted,
     Scale,
@@ -96,8 +100,10 @@ def test_start_and_stop_leave_nothing(node: TestNode) -> None:
     assert status.ready_s > 0 and status.epoch == 2
     assert {p.state for p in status.processes} == {"ready"}
     assert {(p.process, p.name) for p in status.phases} >= {("worker-0", "load")}
+    node.socket.send(encode(Shutdown(2, 1.0)))  # `ask` says it again and again
     assert node.shut_down().left == ()
     assert wait_end(node) == ExitCode.OK
+    assert not node.socket.poll(100), "it is answered once"
     assert_nothing_left(node)
 
 
@@ -597,6 +603,20 @@ def test_nonsense_from_outside_is_answered(living: TestNode, timeout_s: float) -
     reply = Decoder[FromSupervisor](FromSupervisor).decode(living.socket.recv())
     assert isinstance(reply, Error) and reply.code == "bad_request"
     assert living.status().healthy
+
+
+@pytest.mark.parametrize("incarnation", [-1, 99, 2**63 - 1])
+def test_who_was_never_started_is_not_ready(living: TestNode, incarnation: int) -> None:
+    """Nor does it keep the one that runs from being heard, or the node from going on."""
+    living.wait_healthy()
+    living.socket.send(encode(Ready("worker-1", incarnation)))
+    finding = ExpertFinding((0, MAX_SEATS), (1, 1), 3, 5)
+    living.socket.send(encode(ExpertReport(0, 1, ExpertsScrubbed(1, 1, (finding,)))))
+    assert living.status().healthy
+    board, victim = living.board(), living.process("worker-1")
+    heard = [row.ready_heard for row in board.processes]
+    board.close()
+    assert incarnation not in heard and victim.incarnation in heard
 
 
 @pytest.mark.timed
