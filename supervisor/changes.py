@@ -5,6 +5,7 @@ could overtake. It always ends: with its goal reached, or by its deadline with t
 """
 
 import signal
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _MS = 1_000_000
 ALL = "all"
+_ANSWERS_MAX = 16
 # Services first, since nobody notices; the gateway last, since its clients have to find the next one.
 _RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
 # What one that serves is asked to do before it ends, and within which time; all others get SIGTERM.
@@ -97,7 +99,8 @@ class Changes:
     def __init__(self, core: "SupervisorCore") -> None:
         self._core = core
         self.now: Scaling | Restarting | None = None
-        self._answer: tuple[ChangeAsked, Reply] | None = None  # of the change that ended last
+        # Of the changes that ended last: an answer may be lost, and who asks again does so within seconds.
+        self._answers: deque[tuple[ChangeAsked, Reply]] = deque(maxlen=_ANSWERS_MAX)
         self.retired: dict[str, Process] = {}  # of seats there are no more: incarnations go on
 
     @property
@@ -115,8 +118,9 @@ class Changes:
         request, core = asked.request, self._core
         if self.now is not None and self.now.asked == asked:
             return []  # said again: it is under way
-        if self._answer is not None and self._answer[0] == asked:
-            return [self._answer[1]]  # the answer was lost
+        for before, answer in self._answers:
+            if before == asked:
+                return [answer]  # it was lost
         if not 0 < request.timeout_s <= CHANGE_S_MAX:
             text = f"timeout_s is {request.timeout_s}, allowed: above 0, to {CHANGE_S_MAX}"
             return [_refusal(asked, Code.BAD_REQUEST, text)]
@@ -164,7 +168,7 @@ class Changes:
         failed = isinstance(reply, Error)
         told = f"{change.text}: {reply.message}" if isinstance(reply, Error) else change.text
         answer = Reply(change.asked.peer, reply)
-        self._answer = change.asked, answer
+        self._answers.append((change.asked, answer))
         phases = change.done if isinstance(change, Restarting) else []
         outcome = f"failed: {reply.message}" if isinstance(reply, Error) else "done"
         self._core.history.asked_ended(outcome, phases, now_ns)
@@ -439,11 +443,12 @@ class Changes:
         return self._finish_off(process, now_ns)
 
     def _begin(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
-        """Only a whole node loses a process; but one that is down anyway is started at once."""
-        if process.alive and (any(self._core.missing()) or self._waits(change, process, now_ns)):
+        """Only a node that is whole but for it loses a process; and one that is down anyway is started at once."""
+        others = self._core.missing(but=process.spec.name)
+        if process.alive and (others or self._waits(change, process, now_ns)):
             return []
         change.since_ns, change.incarnation = now_ns, process.incarnation
-        process.in_hand = process.alive or process.stage is Stage.DOWN
+        process.in_hand = process.stage is not Stage.WAITING
         if process.stage is Stage.WAITING:  # its next start was put off after many deaths
             process.start_anew(now_ns)
         actions: list[Action] = [Tell("restarting", process.spec.name)]

@@ -316,14 +316,16 @@ class SupervisorCore:
         found = self.scrubs.told(self.worker_incarnations())
         return [*self.missing(), *self._files, *troubles, *found]
 
-    def missing(self) -> list[str]:
-        """What keeps the node from working as a whole."""
+    def missing(self, but: str = "") -> list[str]:
+        """What keeps the node from working as a whole; `but`: the process of this name does not count."""
         reasons = [
             f"the node is stopping: {self.failed}" if self.failed else "the node is stopping"
         ]
         if self.stage is NodeStage.RUNNING:
             reasons.clear()
         for process in self.processes.values():
+            if process.spec.name == but:
+                continue
             if process.stage is not Stage.READY and not self.changes.hides(process):
                 what = "is" if process.alive else "is down:"
                 reasons.append(f"{process.spec.name} {what} {process.told}")
@@ -333,7 +335,8 @@ class SupervisorCore:
         match self.group.phase:
             case GroupPhase.RUNNING:
                 out = [s.seat for s in self.group.seats if s.state not in ("member", "lost")]
-                reasons += [f"worker-{seat} has not joined yet" for seat in out if self._up(seat)]
+                names = [f"worker-{seat}" for seat in out if self._up(seat)]
+                reasons += [f"{name} has not joined yet" for name in names if name != but]
             case GroupPhase.STOPPING | GroupPhase.GOING:
                 reasons.append(f"the group is changing, waiting for {', '.join(waiting)}")
             case GroupPhase.STOPPED:

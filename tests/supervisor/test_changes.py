@@ -376,3 +376,42 @@ def test_unknown_names_are_refused_and_nothing_happens(names: tuple[str, ...]) -
     refused = answer(story)
     assert isinstance(refused, Error) and refused.code is Code.BAD_REQUEST
     assert story.core.changes.told == ""
+
+
+def test_who_was_refused_is_replaced_though_it_is_not_reaped_yet() -> None:
+    """Because of what was mended meanwhile: by itself it would not be started again."""
+    story = running().dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    story.ready("worker-1", fingerprint="other")
+    assert story.core.processes["worker-1"].stage is Stage.DYING
+    ask(story, Restart(7, ("worker-1",), 60.0)).wait(300)
+    story.feed(Reaped("worker-1", 2, -9))
+    assert Spawn("worker-1", 3) in story.take(Spawn)
+    story.ready("worker-1").acks(stop=5, seats=(0, 2)).acks(go=6)
+    assert isinstance(answer(story), Restarted)
+    assert not story.core.reasons()
+
+
+def test_who_is_kept_out_of_the_group_can_be_replaced() -> None:
+    """It has too little room, which its successor need not have."""
+    story = running().dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    story.feed(BecameReady("worker-1", 2, "n", 1))
+    story.acks(stop=5, seats=(0, 2)).acks(go=6, seats=(0, 2))
+    assert story.core.reasons() == ["worker-1 has not joined yet"]
+    story.actions.clear()
+    ask(story, Restart(7, ("worker-1",), 60.0)).wait(100)
+    assert [(k.name, k.signal) for k in story.take(Kill)] == [("worker-1", signal.SIGTERM)]
+    ends(story, "worker-1").ready("worker-1").acks(stop=7, seats=(0, 2)).acks(go=8)
+    assert isinstance(answer(story), Restarted)
+    assert story.core.group.members == {0: 1, 1: 3, 2: 1} and not story.core.reasons()
+
+
+def test_the_answers_of_several_changes_are_given_again() -> None:
+    story = running()
+    for call, name in ((7, "eplb"), (8, "kvstore")):
+        ask(story, Restart(call, (name,), 60.0))
+        done = answer(ends(story, name).ready(name))
+        assert isinstance(done, Restarted) and done.call == call
+    for call, name in ((7, "eplb"), (8, "kvstore"), (7, "eplb")):
+        again = answer(ask(story, Restart(call, (name,), 60.0)))
+        assert isinstance(again, Restarted) and again.call == call
+        assert story.core.changes.told == "", "it was done once"
