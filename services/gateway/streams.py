@@ -107,6 +107,7 @@ class Stream:
         self.placed: Placed | None = None  # who was given it last, maybe by an earlier gateway
         self.final: Final | None = None
         self.recorded: Final | None = None  # ended in an earlier life: run again only up to it
+        self.telling = 0  # how often its text was begun; what was asked for an earlier one is stale
         self.clear()
 
     def clear(self) -> None:
@@ -119,6 +120,7 @@ class Stream:
 
     def unshow(self) -> None:
         """Forget the text of its tokens, and that it ended."""
+        self.telling += 1
         self.end: End | None = None
         self.cached_tokens = 0
         self.shown: list[str] = []  # text each token released, as far as decoded
@@ -433,7 +435,8 @@ class Stream:
     def delta(self, start: int, most: int) -> Delta | None:
         """What a client that has `start` tokens may read next."""
         end = len(self.shown) if self.final is None else min(len(self.shown), self.final.offset)
-        end = min(end, start + most)
+        # A delta without tokens would leave its reader where it is, to be told it for ever.
+        end = min(end, start + most, len(self.tokens))
         if self.logged is not None:
             end = min(end, self.logged)
         if start >= end:

@@ -55,9 +55,28 @@ class EncodeJob:
         return chat + sum(len(span.text) for span in self.spans or ())
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Tokens of a stream that are on their way through a tokenizer."""
+
+    stream: Stream
+    telling: int
+    count: int
+    flush: bool
+
+    @property
+    def stale(self) -> bool:
+        """The stream's text was begun anew meanwhile, with Decodes of its own."""
+        return self.stream.telling != self.telling
+
+
 @dataclass(eq=False)
 class DecodeJob:
-    streams: list[tuple[Stream, int, bool]]  # with the number of tokens sent and whether to flush
+    asked: list[Asked]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(one.count for one in self.asked)
 
 
 @dataclass(slots=True)
@@ -146,14 +165,17 @@ class Texts:
         if not isinstance(job, DecodeJob):
             return
         items = {item.stream: item for item in message.items}
-        for stream, sent, flush in job.streams:
+        for one in job.asked:
+            if one.stale:
+                continue
+            stream = one.stream
             stream.decoding = False
             item = items.get(stream.number)
-            if item is None or len(item.pieces) != sent:
+            if item is None or len(item.pieces) != one.count:
                 self._retry(stream)  # an answer that does not fit its question answers nothing
                 continue
             stream.decode_tries = 0
-            yield stream, item, flush
+            yield stream, item, one.flush
 
     def dispatch(self, now_ns: int) -> None:
         self._dispatch_encodes(now_ns)
@@ -195,7 +217,7 @@ class Texts:
         return pool
 
     def _send_batch(self, tokenizer: Tokenizer, now_ns: int) -> None:
-        streams: list[tuple[Stream, int, bool]] = []
+        asked: list[Asked] = []
         items = []
         for number in list(self._dirty)[:BATCH_STREAMS]:
             stream = self._dirty.pop(number)
@@ -203,12 +225,12 @@ class Texts:
                 continue
             item = stream.decode_item()
             stream.decoding = True
-            streams.append((stream, len(item.token_ids), item.flush))
+            asked.append(Asked(stream, stream.telling, len(item.token_ids), item.flush))
             items.append(item)
         if items:
-            tokenizer.decoding += sum(count for _, count, _ in streams)
-            given = Given(DecodeJob(streams), now_ns, now_ns + self._patience_ns)
-            call = self._call(tokenizer, given)
+            job = DecodeJob(asked)
+            tokenizer.decoding += job.num_tokens
+            call = self._call(tokenizer, Given(job, now_ns, now_ns + self._patience_ns))
             self._send(tokenizer.peer, Decode(call, tuple(items)))
 
     def _least_busy(self, pool: Iterable[Tokenizer], now_ns: int) -> Tokenizer | None:
@@ -238,7 +260,7 @@ class Texts:
         if isinstance(job, EncodeJob):
             tokenizer.encoding -= job.chars
         else:
-            tokenizer.decoding -= sum(count for _, count, _ in job.streams)
+            tokenizer.decoding -= job.num_tokens
         return job
 
     def _again(self, tokenizer: Tokenizer, call: int, encode_blame: int, decode_blame: int) -> None:
@@ -250,9 +272,10 @@ class Texts:
             else:
                 self.failed.append(job)
             return
-        for stream, _, _ in job.streams:
-            stream.decoding = False
-            self._retry(stream, decode_blame)
+        for one in job.asked:
+            if not one.stale:
+                one.stream.decoding = False
+                self._retry(one.stream, decode_blame)
 
     def _retry(self, stream: Stream, blame: int = 1) -> None:
         stream.decode_tries += blame
