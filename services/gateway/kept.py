@@ -34,18 +34,19 @@ class Kept:
             self._num_tokens -= request.kept_tokens
 
     def old(self, now_ns: int) -> Iterator[Request]:
-        """Those whose time is over, and the oldest beyond the bound."""
+        """Those whose time is over, and the oldest beyond the bound; none that is being read."""
         surplus = len(self._requests) - KEPT_MAX
         too_many = self._num_tokens - KEPT_TOKENS_MAX if self._logged else 0
-        for at, request in enumerate(list(self._requests.values())):
+        for request in list(self._requests.values()):
             assert request.finished_ns is not None
             if request.being_read:
-                over = False  # a reader that takes nothing is given up (`delivery.py`)
-            elif request.delivered_ns is not None:
+                continue  # a reader that takes nothing is given up (`delivery.py`)
+            if request.delivered_ns is not None:
                 over = now_ns - request.delivered_ns >= KEEP_NS
             else:
                 over = now_ns - request.finished_ns >= self._undelivered_ns
-            if over or at < surplus or (too_many > 0 and request.unread):
+            if over or surplus > 0 or (too_many > 0 and request.finished):
+                surplus -= 1
                 too_many -= request.kept_tokens
                 yield request
 

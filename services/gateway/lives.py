@@ -168,16 +168,19 @@ class Lives:
 
     def produced(self, stream: Stream) -> None:
         """It has new tokens, or its end."""
+        request = self._requests.get(stream.request_id)
+        if request is None:
+            return  # forgotten
         self._logs.note(stream)
         self._texts.decode(stream)
         if stream.sampling.prompt_logprobs is not None:
-            self._delivery.offer(self._requests[stream.request_id])
+            self._delivery.offer(request)
 
     def on_decoded(self, stream: Stream, item: DecodedItem, flush: bool, now_ns: int) -> None:
-        if stream.final is not None:
+        request = self._requests.get(stream.request_id)
+        if request is None or stream.final is not None:
             return
         stream.show(item, flush)
-        request = self._requests[stream.request_id]
         if stream.final is None:
             self._texts.decode(stream)
         elif stream.recorded is not None and stream.final is not stream.recorded:
@@ -198,7 +201,9 @@ class Lives:
 
     def fail(self, stream: Stream, end: End, now_ns: int) -> None:
         """The stream ends with an error at what was shown of it."""
-        request = self._requests[stream.request_id]
+        request = self._requests.get(stream.request_id)
+        if request is None:
+            return
         final = stream.final_of(end, max(len(stream.shown), _reached(request, stream)))
         self._end_with(request, stream, final, now_ns)
         self._delivery.offer(request)
@@ -277,6 +282,7 @@ class Lives:
             self._admission.forget(request)
             del self._requests[request.request_id]
             for stream in request.streams:
+                self._recovery.discard(stream)
                 self._placement.release(stream, "abort")
             self._logs.forget(request)
             yield request
