@@ -354,9 +354,11 @@ class Stream:
             return False
         return len(self.shown) < len(self.tokens) or self.end is not None
 
-    def decode_item(self) -> DecodeItem:
+    def decode_item(self, most: int) -> DecodeItem:
+        """Of what it has to decode `most` tokens; the rest is for later, also what the last one still owes."""
         at = len(self.shown)
-        return DecodeItem(self.number, tuple(self.tokens[at:]), self.carry, self.end is not None)
+        flush = self.end is not None and len(self.tokens) - at <= most
+        return DecodeItem(self.number, tuple(self.tokens[at : at + most]), self.carry, flush)
 
     def show(self, item: DecodedItem, flush: bool) -> None:
         """Take the text of the tokens that were sent to be decoded; may set `final`."""

@@ -8,6 +8,7 @@ texts never occupy the last tokenizer, so that running streams keep flowing.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from phalanx.protocol.messages import (
     ChatMessage,
@@ -21,7 +22,9 @@ from phalanx.protocol.messages import (
 )
 from phalanx.services.gateway.streams import Stream
 
-BATCH_STREAMS = 256
+# Of one Decode. A new gateway has whole streams to decode: in pieces, so that each is answered soon and what was
+# answered is not asked again.
+BATCH_STREAMS, BATCH_TOKENS = 256, 16_384
 CALLS_MAX = 4  # in flight at one tokenizer; the rest waits here, where it can still be batched
 LONG_CHARS = 50_000  # an encode this long keeps a tokenizer busy for a noticeable time
 CHARS_PER_NS = 100_000 / 1e9  # a slow tokenizer's speed, for deadlines only
@@ -30,6 +33,7 @@ RETRY_NS = 2_000_000_000  # a tokenizer that is silent for this long is asked no
 # A stream waits for a decode, so another one is asked sooner. Each that is late doubles the patience with all,
 # up to the above, else a loaded machine's answers would all be too late; each that is not wears it down.
 DECODE_RETRY_NS = 300_000_000
+PATIENCE_TOKENS = 6000  # as much again for each so many tokens before it or in it: 50 us each, more than any takes
 # Blame that a job may gather before the job is what is wrong. Any text comes from outside; ids are
 # checked and go in batches, whose other streams are not to blame.
 ENCODE_BLAME_MAX, DECODE_BLAME_MAX = 32, 32
@@ -96,6 +100,8 @@ class Tokenizer:
     calls: dict[int, Given] = field(default_factory=dict)
     encoding: int = 0  # characters in flight
     decoding: int = 0  # tokens in flight
+    # Tokens that others were asked meanwhile, by call. It works on them all the same, before what comes after.
+    late: dict[int, int] = field(default_factory=dict)
     # It did not answer in time: until then, or its next answer, others come first.
     late_until_ns: int = 0
 
@@ -103,6 +109,17 @@ class Tokenizer:
     def busy(self) -> float:
         # A token to text costs about as much as ten characters to tokens.
         return self.encoding + 10 * self.decoding
+
+    def answered(self, call: int) -> None:
+        """It has worked off this Decode, and with it all before: they are answered in order."""
+        for late in [late for late in self.late if late <= call]:
+            self.decoding -= self.late.pop(late)
+
+    def rested(self, now_ns: int) -> None:
+        """Asked nothing and silent for long: what is late got lost."""
+        if not self.calls and now_ns >= self.late_until_ns:
+            self.decoding -= sum(self.late.values())
+            self.late.clear()
 
 
 class Texts:
@@ -185,13 +202,18 @@ class Texts:
     def tick(self, now_ns: int) -> None:
         """Give jobs that a tokenizer does not answer to another one."""
         for tokenizer in self._pool.values():
+            tokenizer.rested(now_ns)
             late = [call for call, given in tokenizer.calls.items() if given.due_ns <= now_ns]
             if any(isinstance(tokenizer.calls[call].job, DecodeJob) for call in late):
                 self._patience_ns = min(2 * self._patience_ns, RETRY_NS)
             if late:
                 tokenizer.late_until_ns = now_ns + RETRY_NS
             for call in late:
+                job = tokenizer.calls[call].job
                 self._again(tokenizer, call, ENCODE_BLAME_LATE, 0)
+                if isinstance(job, DecodeJob):
+                    tokenizer.late[call] = job.num_tokens
+                    tokenizer.decoding += job.num_tokens
 
     def _dispatch_encodes(self, now_ns: int) -> None:
         held: list[EncodeJob] = []
@@ -219,18 +241,24 @@ class Texts:
     def _send_batch(self, tokenizer: Tokenizer, now_ns: int) -> None:
         asked: list[Asked] = []
         items = []
-        for number in list(self._dirty)[:BATCH_STREAMS]:
+        room = BATCH_TOKENS
+        for number in list(islice(self._dirty, BATCH_STREAMS)):
+            if not room:
+                break
             stream = self._dirty.pop(number)
             if not stream.wants_decode:
                 continue
-            item = stream.decode_item()
+            item = stream.decode_item(room)
+            room -= len(item.token_ids)
             stream.decoding = True
             asked.append(Asked(stream, stream.telling, len(item.token_ids), item.flush))
             items.append(item)
         if items:
             job = DecodeJob(asked)
             tokenizer.decoding += job.num_tokens
-            call = self._call(tokenizer, Given(job, now_ns, now_ns + self._patience_ns))
+            patience_ns = self._patience_ns * (PATIENCE_TOKENS + tokenizer.decoding)
+            due_ns = now_ns + patience_ns // PATIENCE_TOKENS
+            call = self._call(tokenizer, Given(job, now_ns, due_ns))
             self._send(tokenizer.peer, Decode(call, tuple(items)))
 
     def _least_busy(self, pool: Iterable[Tokenizer], now_ns: int) -> Tokenizer | None:
@@ -246,6 +274,8 @@ class Texts:
         for tokenizer in self._pool.values():
             if tokenizer.peer == peer:
                 tokenizer.late_until_ns = 0
+                if kind is DecodeJob:
+                    tokenizer.answered(call)
                 given = tokenizer.calls.get(call)
                 if given is not None and isinstance(given.job, kind):
                     if kind is DecodeJob:

@@ -79,6 +79,7 @@ class Bus:
                     failpoint("tokenizer.decode.before_answer")
                     # A full queue drops the answer: the gateway asks again.
                     send(self.socket, encode(self._core.decode(message)))
+                    self._service.beat()  # many at once may take longer than one may be silent
 
     def forward(self) -> None:
         """Passes on what the thread has finished, except for a gateway that is gone."""

@@ -7,6 +7,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from uuid import uuid4
 
 import pytest
@@ -33,9 +35,10 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.rundir import BUS_SOCKET, SUPERVISOR_SOCKET, endpoint, prepare
+from phalanx.protocol.service import Service
 from phalanx.services.model_limits import ModelLimits
 from phalanx.services.tokenizer.core import EncodeQueue, TokenizerCore, load_tokenizer
-from phalanx.services.tokenizer.main import EncodeThread
+from phalanx.services.tokenizer.main import Bus, EncodeThread
 
 pytestmark = pytest.mark.process
 
@@ -182,6 +185,39 @@ def test_it_stops_when_told_even_in_the_middle_of_a_prompt(node: Node) -> None:
     assert node.next() == Decoded(2, ())
     node.process.send_signal(signal.SIGTERM)
     assert node.process.wait(DEADLINE_S) == 0
+
+
+def test_it_gives_a_sign_of_life_between_any_two_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that waits in the socket may be more work than one may be silent for."""
+    events: list[str] = []
+
+    def decode(core: TokenizerCore, request: Decode) -> Decoded:
+        events.append("answer")
+        return Decoded(request.call, ())
+
+    monkeypatch.setattr(TokenizerCore, "decode", decode)
+    run_dir = prepare(tmp_path)
+    router = bind_router(endpoint(run_dir, BUS_SOCKET), BUS_MESSAGE_BYTES_MAX)
+    service = SimpleNamespace(
+        name="tokenizer-0",
+        incarnation=1,
+        run_dir=run_dir,
+        beat=lambda: events.append("sign of life"),
+    )
+    bus = Bus(cast(Service, service), TokenizerCore(TOKENIZER, ModelLimits("tiny", 512, 1000, 1)))
+    bus.tick(1)
+    assert router.poll(DEADLINE_S * 1000)
+    ((peer, _),) = receive_from(router, 1)
+    for call in range(3):
+        assert send_to(router, peer, encode(Decode(call, ())))
+    while events.count("answer") < 3:
+        assert bus.socket.poll(DEADLINE_S * 1000)
+        bus.take()
+    assert events == ["answer", "sign of life"] * 3
+    bus.close()
+    router.close()
 
 
 def test_what_a_bug_raises_in_the_encode_thread_is_raised_where_answers_are_taken(
