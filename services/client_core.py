@@ -414,12 +414,18 @@ class ClientCore:
             self._send_generate(flow, now_ns)
         elif flow.accepted:
             pass  # of a repeated question; what was accepted ends with its finals
-        elif flow.wait_overloaded and error.code in (Code.OVERLOADED, Code.NOT_READY):
+        elif self._waits(flow, error.code):
             wait_ns = error.retry_after_ms * MS or WAIT_OVERLOADED_NS
             flow.repeat_ns = REPEAT_NS_MIN // 2  # doubled when it is repeated
             flow.repeat_at_ns = now_ns + wait_ns
         else:
             self._fail(flow, Refused(error.code, error.message, error.retry_after_ms))
+
+    def _waits(self, flow: Flow, code: Code) -> bool:
+        """Whether a refusal is waited out: also where the node took it once and has forgotten it."""
+        taken = flow.generate is not None and bool(flow.request_id)
+        patient = flow.wait_overloaded or (taken and not flow.aborting)
+        return patient and code in (Code.OVERLOADED, Code.NOT_READY)
 
     def _answer(self, message: Answer | Error) -> None:
         question = self._questions.pop(message.call, None)

@@ -293,6 +293,40 @@ def test_a_forgotten_request_is_sent_anew_with_its_seed() -> None:
     assert flow.results()[0].token_ids == (5, 6, 7)
 
 
+def test_a_forgotten_request_waits_for_room_to_be_made_again() -> None:
+    """It was accepted once, so it does not end because the node that begins anew is full."""
+    line = Line()
+    flow = line.start(timeout_ms=60_000)
+    line.accept(flow)
+    line.hears(delta(0, 5, 6))
+    line.passes(200, alive=1)
+    (attach,) = line.passes(300, alive=2)
+    line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "?"))
+    (again,) = line.sent()
+    for code in (Code.OVERLOADED, Code.NOT_READY):
+        line.hears(Error(again.call, code, "full", 700))
+        assert flow.error is None
+        assert line.passes(600, alive=2) == []
+        assert line.passes(200, alive=2) == [again]
+    line.core.abort(flow, line.now)
+    line.hears(Error(again.call, Code.OVERLOADED, "full", 700))
+    assert isinstance(flow.error, Refused) and flow.error.code is Code.OVERLOADED
+    assert line.core.next_ns() is None
+
+
+def test_a_forgotten_request_waits_no_longer_than_it_may_take() -> None:
+    line = Line()
+    flow = line.start(timeout_ms=3_000)
+    line.accept(flow)
+    line.passes(200, alive=1)
+    (attach,) = line.passes(300, alive=2)
+    line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "?"))
+    for _ in range(30):
+        for message in line.passes(100, alive=2):
+            line.hears(Error(message.call, Code.OVERLOADED, "full", 700))
+    assert isinstance(flow.error, RequestTimeout)
+
+
 def test_a_refusal_is_raised_and_overload_waited_out_if_wished() -> None:
     line = Line()
     flow = line.start()
