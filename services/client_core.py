@@ -412,6 +412,8 @@ class ClientCore:
             flow.generate = msgspec.structs.replace(flow.generate, call=0, sampling=sampling)
             flow.accepted = False
             self._send_generate(flow, now_ns)
+        elif flow.accepted and error.code is Code.UNKNOWN_REQUEST:
+            self._fail(flow, Refused(error.code, _forgotten(flow, error.message)))
         elif flow.accepted:
             pass  # of a repeated question; what was accepted ends with its finals
         elif self._waits(flow, error.code):
@@ -474,3 +476,12 @@ class ClientCore:
             self._flows.pop(call, None)
         if self._by_request.get(flow.request_id) is flow:
             del self._by_request[flow.request_id]
+
+
+def _forgotten(flow: Flow, why: str) -> str:
+    """For who reads a request that somebody else has sent, so it cannot be sent again here."""
+    got = sum(s.offset for s in flow.sequences)
+    return (
+        f"{why}, or the node's journal was lost: nothing comes after the {got} tokens that did; who has its prompt"
+        f" can send it again, with the seed {flow.seed} for the same stream"
+    )

@@ -327,6 +327,31 @@ def test_a_forgotten_request_waits_no_longer_than_it_may_take() -> None:
     assert isinstance(flow.error, RequestTimeout)
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_who_reads_on_a_request_that_is_forgotten_is_told(aborted: bool) -> None:
+    """It has nothing to send it again with."""
+    line = Line()
+    flow = line.core.attach("r", [], line.now, None)
+    (attach,) = line.sent()
+    line.hears(Accepted(attach.call, "r", 42, 2, 1))
+    line.hears(delta(0, 5, 6))
+    if aborted:
+        line.core.abort(flow, line.now)
+        (asked,) = line.sent()
+        assert isinstance(asked, Abort)
+    else:
+        line.passes(200, alive=1)
+        (asked,) = line.passes(300, alive=2)
+        assert isinstance(asked, Attach)
+    line.hears(Error(asked.call, Code.OVERLOADED, "?"))
+    assert not flow.done  # of a repeated question
+    line.hears(Error(asked.call, Code.UNKNOWN_REQUEST, "no request 'r' is known"))
+    assert isinstance(flow.error, Refused) and flow.error.code is Code.UNKNOWN_REQUEST
+    assert "no request 'r' is known" in str(flow.error)
+    assert "2 tokens" in str(flow.error) and "seed 42" in str(flow.error)
+    assert line.core.next_ns() is None
+
+
 def test_a_refusal_is_raised_and_overload_waited_out_if_wished() -> None:
     line = Line()
     flow = line.start()
