@@ -278,8 +278,8 @@ class Client:
         self._flush()
 
     def _abandon(self, flow: Flow) -> None:
-        self._abort(flow)
-        self._core.drop(flow)
+        self._core.drop(flow, time.monotonic_ns())
+        self._flush()
 
     def _ask(
         self,

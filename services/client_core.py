@@ -39,6 +39,7 @@ from phalanx.protocol.messages import (
     Stats,
     StatsReply,
 )
+from phalanx.services.client_abandoned import Abandoned
 from phalanx.services.client_ended import Ended
 from phalanx.services.client_flow import (
     MS,
@@ -60,7 +61,6 @@ SILENT_NS = 3 * PING_NS  # a gateway heard again after this long is asked for ev
 QUIET_NS = 500 * MS  # a request of which nothing was heard for so long is asked after
 QUIET_MAX = 256  # of them in one question; of the others nothing is heard until they are repeated
 REATTACH_NS = 50 * MS  # a gap is asked for again not before
-ORPHANS_MAX = 10_000
 WAIT_OVERLOADED_NS = 200 * MS  # when the gateway says no time
 
 
@@ -96,8 +96,7 @@ class ClientCore:
         self._by_request: dict[str, Flow] = {}
         self._open: dict[int, Flow] = {}  # by id()
         self._questions: dict[int, Question] = {}
-        # Calls of requests that were given up before they were accepted: aborted when they are.
-        self._orphans: dict[int, bool] = {}
+        self._abandoned = Abandoned()
         self.ended = Ended()
         self._life = 0  # of the gateway that answered last
         self._heard_ns: int | None = None  # last sign of the gateway, or since when one is due
@@ -157,9 +156,9 @@ class ClientCore:
     def forget(self, question: Question) -> None:
         self._questions.pop(question.message.call, None)
 
-    def drop(self, flow: Flow) -> None:
-        """Nobody reads this flow any more."""
-        self._abandon(flow)
+    def drop(self, flow: Flow, now_ns: int) -> None:
+        """End the request: nobody reads this flow any more."""
+        self._give_up(flow, now_ns)
         self._close(flow)
 
     def fail_all(self, error: PhalanxError) -> None:
@@ -196,9 +195,8 @@ class ClientCore:
             case Accepted():
                 if (flow := self._flows.get(message.call)) is not None:
                     self._on_accepted(flow, message, now_ns)
-                elif self._orphans.pop(message.call, False):
-                    self._last_call += 1
-                    self._send(Abort(self._last_call, message.request_id))
+                elif self._abandoned.accepted(message.call):
+                    self._abort_unread(message.request_id, now_ns)
             case Error():
                 self._on_error(message, now_ns)
             case HealthReply() | Replayed() | StatsReply() | Done():
@@ -225,6 +223,8 @@ class ClientCore:
             if now_ns >= question.repeat_at_ns:
                 question.repeat_at_ns = now_ns + PING_NS
                 self._send(question.message)
+        for abort in self._abandoned.repeat(now_ns):
+            self._send(abort)
         if not self._open:
             return
         heard_ns = now_ns if self._heard_ns is None else self._heard_ns
@@ -250,7 +250,7 @@ class ClientCore:
 
     def next_ns(self) -> int | None:
         """When `poll` is due; None: nothing is open."""
-        return self._scan_at_ns if self._open or self._questions else None
+        return self._scan_at_ns if self._open or self._questions or self._abandoned else None
 
     # --- inside ---
 
@@ -430,6 +430,7 @@ class ClientCore:
         return patient and code in (Code.OVERLOADED, Code.NOT_READY)
 
     def _answer(self, message: Answer | Error) -> None:
+        self._abandoned.answered(message.call)
         question = self._questions.pop(message.call, None)
         if question is not None:
             question.reply = message
@@ -449,21 +450,27 @@ class ClientCore:
                 self._repeat(flow, now_ns)
 
     def _time_out(self, flow: Flow, now_ns: int) -> None:
-        if flow.accepted:
-            self._send(Abort(self._call(flow), flow.request_id))
         waited_s = (now_ns - flow.started_ns) / 1e9
         got = sum(len(s.token_ids) for s in flow.sequences)
-        self._abandon(flow)
+        self._give_up(flow, now_ns)
         self._fail(
             flow, RequestTimeout(f"the request took more than {waited_s:.1f} s, {got} tokens came")
         )
 
-    def _abandon(self, flow: Flow) -> None:
-        """It may be accepted yet, with nobody to read it."""
-        if not flow.done and not flow.accepted and flow.generate is not None:
-            self._orphans[flow.generate.call] = True
-            if len(self._orphans) > ORPHANS_MAX:
-                del self._orphans[next(iter(self._orphans))]
+    def _give_up(self, flow: Flow, now_ns: int) -> None:
+        """It runs, or may be accepted yet, with nobody to read it."""
+        if flow.done:
+            return
+        if flow.accepted:
+            self._abort_unread(flow.request_id, now_ns)
+        elif flow.generate is not None:
+            self._abandoned.generate(flow.generate.call)
+
+    def _abort_unread(self, request_id: str, now_ns: int) -> None:
+        self._last_call += 1
+        abort = Abort(self._last_call, request_id)
+        self._abandoned.abort(abort, now_ns)
+        self._send(abort)
 
     def _fail(self, flow: Flow, error: PhalanxError) -> None:
         flow.error = error

@@ -31,6 +31,7 @@ PURE = {
     "placement.py",
     "admission.py",
     "attempts.py",
+    "client_abandoned.py",
     "client_core.py",
     "client_flow.py",
     "delivery.py",

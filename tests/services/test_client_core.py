@@ -413,6 +413,38 @@ def test_what_is_accepted_after_its_deadline_is_aborted() -> None:
     assert isinstance(abort, Abort) and abort.request_id == "r"
 
 
+@pytest.mark.parametrize("how", ["deadline", "dropped", "accepted late"])
+def test_the_abort_of_what_was_given_up_is_repeated_until_it_is_answered(how: str) -> None:
+    """A gateway may die with it unread, and the next one would run the request for nobody."""
+
+    def given_up(request_id: str) -> Abort:
+        flow = line.start(timeout_ms=None if how == "dropped" else 400)
+        if how == "accepted late":
+            (generate,) = line.sent()
+            line.passes(500)
+            line.hears(Accepted(generate.call, request_id, 1, 2, 1))
+        else:
+            line.accept(flow, request_id)
+            line.passes(300)
+        if how == "dropped":
+            line.core.drop(flow, line.now)
+        (abort,) = line.sent() if how != "deadline" else line.passes(200)
+        assert isinstance(abort, Abort) and abort.request_id == request_id
+        return abort
+
+    for answer in (lambda call: Done(call), lambda call: Error(call, Code.UNKNOWN_REQUEST, "?")):
+        line = Line()
+        abort = given_up("r")
+        assert line.passes(800, alive=2) == []
+        assert line.passes(400, alive=2) == [abort]
+        line.hears(answer(abort.call))
+        assert line.core.next_ns() is None and line.passes(60_000, alive=2) == []
+    line = Line()
+    abort = given_up("r")
+    assert line.passes(120_000, alive=0) == [abort] * 5  # and no more
+    assert line.core.next_ns() is None
+
+
 def test_silence_has_an_end_but_only_while_someone_listens() -> None:
     line = Line(silence_ms=2_000)
     flow = line.start()
