@@ -201,4 +201,5 @@ class Logs:
                     self.note(stream)
                 if (final := stream.recorded or stream.final) is not None:
                     self._ledger.add(Finish(final))
+        self._ledger.add(Alive())  # with nothing to write there would be no commit to wait for
         self._ledger.wait(self._rewriting)

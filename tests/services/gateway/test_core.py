@@ -54,7 +54,7 @@ from phalanx.protocol.messages import (
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway import admission
 from phalanx.services.gateway import streams as streams_module
-from phalanx.services.gateway.entries import Accept, Again, Entry, Finish, Forget, Recovered
+from phalanx.services.gateway.entries import Accept, Again, Alive, Entry, Finish, Forget, Recovered
 from phalanx.services.gateway.suspects import FALLS_MAX
 from sim.gateway_fakes import encode_text
 from sim.gateway_world import Disk
@@ -762,6 +762,22 @@ def test_a_journal_that_breaks_is_written_anew_with_all_that_is_open(logged: boo
     assert bool(anew.produced) is logged
     desk.asks(Health(7))
     assert desk.told()[-1] == HealthReply(7, True, 1, 2, "tiny")
+
+
+def test_a_journal_that_is_deleted_while_nothing_is_open_is_whole_with_the_next_commit() -> None:
+    desk = Desk()
+    desk.core.on_health(HealthUpdate(True, 2, ()))
+    desk.core.on_journal(0, "", desk.now)  # a try, which found it gone
+    desk.core.on_journal_lost(desk.now)
+    desk.asks(Health(1), commit=False)
+    (health,) = desk.told()
+    assert isinstance(health, HealthReply) and not health.healthy and not desk.core.idle
+    (last,) = desk.ops
+    assert last == Alive()
+    desk.core.on_journal(2, "", desk.now)  # after the fingerprint
+    desk.asks(Health(2))
+    assert desk.told() == [HealthReply(2, True, 1, 2, "tiny")]
+    assert desk.core.idle and desk.core.on_disk
 
 
 def test_a_disk_that_breaks_every_journal_is_not_busy_with_new_ones() -> None:
