@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.protocol import faults
@@ -19,9 +19,10 @@ from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import TOLD_MS
 from phalanx.protocol.log import Logger
 from phalanx.services.gateway import journal_rows as rows
-from phalanx.services.gateway.entries import Accept, Op, Recovered
+from phalanx.services.gateway.entries import Accept, Forget, Op, Recovered, Stamp
 
-_KEPT_ON_FAILURE = 100_000  # ends and deletions that wait for a disk that takes nothing
+_KEPT_ON_FAILURE = 100_000  # changes that wait for a disk that takes nothing
+_NEVER_WRITTEN_AGAIN = Accept | Forget | Stamp  # all else is, once something was lost
 _ROOM_BYTES = 1 << 20  # must be free for a journal that failed to count as well again
 
 
@@ -196,7 +197,9 @@ class Written:
     number: int
     failure: str = ""  # why it is not on disk
     told: str = ""  # the same for people
-    lost: bool = False  # what was written before is not: another file has taken the journal's place
+    # Not all that was written before is there: another file has taken the journal's place, or the disk took nothing
+    # for so long that not everything could be kept. Told before what became of the operations since.
+    lost: bool = False
 
 
 class JournalWriter:
@@ -207,7 +210,8 @@ class JournalWriter:
         self._batches: queue.SimpleQueue[tuple[int, list[Op]] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Exception] = queue.SimpleQueue()
         self._since_ns = 0  # a write is under way; 0: none is
-        self._late: list[Op] = []  # ends and deletions that failed; tried again with the next batch
+        self._late: list[Op] = []  # what failed; tried again with the next batch
+        self._dropped = False  # not all of it could be kept
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -261,7 +265,10 @@ class JournalWriter:
                 number = max(number, more[0])
                 ops = ops + more[1]
             self._since_ns = time.monotonic_ns()
-            self._results.put(self._write(number, ops))
+            written = self._write(number, ops)
+            if written.lost:  # it is known before anything is told that rests on what is lost
+                self._results.put(replace(written, number=0))
+            self._results.put(replace(written, lost=False))
             self._since_ns = 0
             self._wake()
             if last:
@@ -269,6 +276,8 @@ class JournalWriter:
 
     def _write(self, number: int, ops: list[Op]) -> Written:
         ops = self._late + ops
+        if self._dropped:
+            ops = [op for op in ops if isinstance(op, _NEVER_WRITTEN_AGAIN)]
         failure, lost = "", self._journal.deleted()
         try:
             if lost:
@@ -286,7 +295,12 @@ class JournalWriter:
                 lost = True
         except OSError as error:
             failure = f"{failure}: {error.strerror}" if failure else str(error.strerror)
+        if self._dropped and not failure:
+            self._dropped, lost = False, True
         late: list[Op] = [op for op in ops if failure and not isinstance(op, Accept)]
+        if len(late) > _KEPT_ON_FAILURE:
+            self._dropped = True
+            late = [op for op in late if isinstance(op, _NEVER_WRITTEN_AGAIN)]
         self._late = late[-_KEPT_ON_FAILURE:]
         told = told_failure(self._journal.path, failure) if failure else ""
         return Written(number, failure, told, lost)

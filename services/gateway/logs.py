@@ -40,10 +40,17 @@ class Noted:
     scores: int
     end: bool = False
 
+    def joined(self, other: "Noted | None") -> "Noted":
+        """Who waits for both of one stream."""
+        if other is None:
+            return self
+        most = max(self.count, other.count), max(self.scores, other.scores)
+        return Noted(self.stream, *most, end=self.end or other.end)
+
 
 @dataclass(frozen=True, eq=False)
 class Rewritten:
-    """Who waits for a new journal to have what was in the one that was lost."""
+    """Who waits for the journal to have what was lost of it: nothing is told before from the log of a stream."""
 
 
 class Logs:
@@ -51,7 +58,8 @@ class Logs:
         self.fingerprint = ""  # of the node's numerics, which what is accepted now belongs to
         self._logged = logged
         self._ledger: Ledger[Pending | Request | Noted | Rewritten] = Ledger()
-        self._unlogged: list[Noted | Rewritten] = []  # the disk did not take them yet
+        self._unlogged: dict[int, Noted] = {}  # by stream: the disk did not take them yet
+        self._unwritten: Rewritten | None = None  # nor this
         self._rewriting: Rewritten | None = None  # the newest, until it is on disk
         self._lost = False  # the journal was, and nothing was done about it yet
         self._rewrite_at_ns = now_ns  # not before
@@ -93,7 +101,7 @@ class Logs:
     @property
     def idle(self) -> bool:
         """Nor is there anything that the disk did not take."""
-        return self._ledger.idle and not self._unlogged
+        return self._ledger.idle and not self._unlogged and self._unwritten is None
 
     @property
     def lacks(self) -> str:
@@ -101,8 +109,8 @@ class Logs:
         if self._rewriting is None:
             return ""
         return (
-            "the gateway's journal broke or was deleted; what is open is not in the new one yet, so a death of"
-            " the gateway would lose it"
+            "the gateway's journal broke, was deleted or could not be written for too long; what is open is not"
+            " in it yet, so a death of the gateway would lose it"
         )
 
     # --- what is to be remembered ---
@@ -159,33 +167,41 @@ class Logs:
     def settle(self, done: int, failure: str) -> Iterator[Pending | Request | Stream]:
         """The changes up to number `done` are durable, or could not be made so: who waited for them, and streams of
         which more may be told now."""
-        for waiter in self._ledger.settle(done):
+        settled = self._ledger.settle(done)
+        if not failure and any(waiter is self._rewriting for waiter in settled):
+            self._rewriting = None
+        for waiter in settled:
             if isinstance(waiter, Pending | Request):
                 yield waiter
-            elif failure:
-                self._unlogged.append(waiter)  # the journal tries again with whatever comes next
-            elif isinstance(waiter, Noted):
+            elif isinstance(waiter, Rewritten):
+                if failure and waiter is self._rewriting:
+                    self._unwritten = waiter
+            elif failure or self._rewriting is not None:
+                # The journal tries again with whatever comes next.
+                number = waiter.stream.number
+                self._unlogged[number] = waiter.joined(self._unlogged.get(number))
+            else:
                 stream = waiter.stream
                 assert stream.logged is not None
                 stream.logged = max(stream.logged, waiter.count)
                 stream.scores_logged = max(stream.scores_logged, waiter.scores)
                 stream.end_logged |= waiter.end
                 yield stream
-            elif waiter is self._rewriting:
-                self._rewriting = None
 
     def lost(self, requests: Iterable[Request], now_ns: int) -> None:
-        """The journal's file broke or was deleted, and another takes its place: what is known here is written once
-        more."""
+        """The journal's file broke or was deleted, and another takes its place, or not all that was for it could be
+        kept until its disk took it: what is known here is written once more."""
         self._lost, self._rewriting = True, Rewritten()
         self._rewrite(requests, now_ns)
 
     def tick(self, requests: Iterable[Request], now_ns: int) -> None:
         self._rewrite(requests, now_ns)
-        unlogged, self._unlogged = self._unlogged, []
-        if unlogged:
+        again: list[Noted | Rewritten] = [*self._unlogged.values()]
+        again += [self._unwritten] if self._unwritten is not None else []
+        self._unlogged, self._unwritten = {}, None
+        if again:
             self._ledger.add(Alive())  # something that comes next: see `settle`
-        for waiter in unlogged:
+        for waiter in again:
             self._ledger.wait(waiter)
 
     def _rewrite(self, requests: Iterable[Request], now_ns: int) -> None:
@@ -199,6 +215,8 @@ class Logs:
                 if stream.logged is not None:
                     stream.noted = stream.scores_noted = 0
                     self.note(stream)
+                if stream.falls:
+                    self.fell(stream)
                 if (final := stream.recorded or stream.final) is not None:
                     self._ledger.add(Finish(final))
         self._ledger.add(Alive())  # with nothing to write there would be no commit to wait for

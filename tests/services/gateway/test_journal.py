@@ -333,6 +333,45 @@ def test_a_full_disk_fails_new_requests_and_keeps_ends_for_later(tmp_path: Path)
     assert recovered[entry(1).request_id].finals == {0: final(1, 0)}
 
 
+def test_more_than_can_be_kept_for_a_full_disk_is_lost_and_told_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stream has tokens behind a gap, nor an end behind one, and what nobody would write again is kept."""
+    monkeypatch.setattr("phalanx.services.gateway.journal._KEPT_ON_FAILURE", 10)
+
+    def piece(offset: int) -> Produced:
+        return Produced(entry(1).request_id, 0, offset, b"abcd")
+
+    journal = open_journal(tmp_path / "j.sqlite")
+    woken = threading.Event()
+    writer = JournalWriter(journal, woken.set)
+
+    def write(number: int, *ops: Op) -> list[Written]:
+        woken.clear()
+        writer.submit(number, list(ops))
+        assert woken.wait(10)
+        return writer.results()
+
+    assert write(3, Accept(entry(1)), Accept(entry(2)), piece(0)) == [Written(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "write", _full)
+        patch.setattr(journal, "probe", _full)
+        (failed,) = write(4, Forget(entry(2).request_id))
+        assert failed.failure
+        for number in range(5, 25):
+            (failed,) = write(number, piece(number - 4))
+            assert failed.failure and not failed.lost and len(writer._late) <= 10
+    assert write(26, piece(21), Finish(final(1, 0))) == [Written(0, lost=True), Written(26)]
+    again = [Again(entry(1)), piece(0), piece(1), Finish(final(1, 0))]
+    assert write(30, piece(22)) == [Written(30)]
+    (one,) = open_journal(tmp_path / "j.sqlite").load(1000.0)
+    assert (one.entry, one.produced, one.finals) == (entry(1), (piece(0),), {})
+    assert write(34, *again) == [Written(34)]
+    writer.close()
+    (one,) = open_journal(tmp_path / "j.sqlite").load(1000.0)
+    assert one.produced == (piece(0), piece(1)) and one.finals == {0: final(1, 0)}
+
+
 def test_a_journal_that_failed_is_tried_again_though_nobody_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

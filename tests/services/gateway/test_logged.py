@@ -17,6 +17,7 @@ from phalanx.protocol.messages import (
     DecodedItem,
     Delta,
     Final,
+    FinishReason,
     Generate,
     Hello,
     PromptLogprob,
@@ -29,7 +30,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.client_flow import Flow
-from phalanx.services.gateway.entries import Entry, Finish, Produced, Recovered, Scored
+from phalanx.services.gateway.entries import Again, Entry, Finish, Produced, Recovered, Scored
 from phalanx.services.gateway.streams import Stream
 from sim.gateway_world import (
     CALM_NS,
@@ -176,6 +177,45 @@ def test_nothing_is_told_before_it_is_on_disk() -> None:
     delta, final = desk.told()
     assert isinstance(delta, Delta) and delta.token_ids == (10, 11)
     assert isinstance(final, Final) and final.offset == 2 and desk.core.idle
+
+
+def test_nothing_is_told_before_what_was_lost_is_on_disk_again() -> None:
+    """A disk took nothing for so long that tokens had to be dropped: that it takes later ones is not enough."""
+    desk = Desk(logged=True)
+    rid = desk.start()
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10)
+    desk.decodes()
+    assert [m.token_ids for m in desk.told() if isinstance(m, Delta)] == [(10,)]
+
+    def comes(offset: int, token: int, finish: FinishReason | None = None) -> None:
+        item = TokensItem(rid, 0, submit.attempt, offset, (token,), finish)
+        desk.core.on_bus(seat, Tokens(0, 1, 2 + offset, (item,)), desk.now)
+        desk.turn(commit=False)
+        for tokenizer, decode in desk.sent(Decode):
+            assert isinstance(decode, Decode)
+            shown = DecodedItem(decode.items[0].stream, (f"[{token}]",), "", b"")
+            desk.core.on_bus(tokenizer, Decoded(decode.call, (shown,)), desk.now)
+        desk.turn(commit=False)
+
+    comes(1, 11)
+    number = len(desk.ops) + 1  # after the fingerprint
+    desk.core.on_journal(number, "no space", desk.now)
+    comes(2, 12, "length")
+    desk.ops.clear()
+    desk.core.on_journal_lost(desk.now)  # the disk takes something again
+    desk.core.on_journal(number + 2, "", desk.now)
+    desk.turn(commit=False)
+    assert desk.told() == [] and not desk.core.idle
+    again, produced, *_, finish, _ = desk.ops
+    assert isinstance(again, Again) and isinstance(finish, Finish)
+    assert produced == Produced(rid, 0, 0, array("i", (10, 11, 12)).tobytes())
+    desk.core.on_journal(number + 2 + len(desk.ops), "", desk.now)
+    desk.turn(commit=False)
+    desk.passes(100)
+    told = desk.told()
+    assert [m.token_ids for m in told if isinstance(m, Delta)] in ([(11,), (12,)], [(11, 12)])
+    assert isinstance(told[-1], Final) and told[-1].offset == 3 and desk.core.idle
 
 
 def test_a_stream_goes_on_from_its_log() -> None:
