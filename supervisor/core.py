@@ -317,15 +317,13 @@ class SupervisorCore:
         return [*self.missing(), *self._files, *troubles, *found]
 
     def missing(self, but: str = "") -> list[str]:
-        """What keeps the node from working as a whole; `but`: the process of this name does not count."""
+        """What keeps the node from working as a whole; `but`: that this one is kept out of the group does not count."""
         reasons = [
             f"the node is stopping: {self.failed}" if self.failed else "the node is stopping"
         ]
         if self.stage is NodeStage.RUNNING:
             reasons.clear()
         for process in self.processes.values():
-            if process.spec.name == but:
-                continue
             if process.stage is not Stage.READY and not self.changes.hides(process):
                 what = "is" if process.alive else "is down:"
                 reasons.append(f"{process.spec.name} {what} {process.told}")

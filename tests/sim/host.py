@@ -398,7 +398,9 @@ class Host:
     def _hear_ready(self, child: Child) -> None:
         if child.spec.kind == "worker":
             self.checks.worker_changes += 1
-        self.checks.gateway_served |= child.spec.kind == "gateway" and child.alive
+        self.checks.gateway_served |= (
+            child.spec.kind == "gateway" and child.alive and not child.termed
+        )
         if self.least_room:
             room = self.least_room + self.rng.choice((0, 0, 1, 3))
             child.room = self.rooms.setdefault(child.spec.seat, room)  # of its GPU

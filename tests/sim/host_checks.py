@@ -452,7 +452,7 @@ class Checks:
         late = host.now_ns >= self.stop_ns + DRAIN_GRACE_MS * _MS
         if late or host.core.failed or gateway is None or not self.stop_ns:
             return
-        if not (gateway.said_ready or self.gateway_served):
+        if not self.gateway_served:
             return  # nobody can have asked for anything
         last, code = self.ended.get("gateway", (None, -1))
         drained = last is gateway and code == ExitCode.OK and gateway.termed

@@ -1,6 +1,5 @@
 """A node that is cut off while it is being made."""
 
-import signal
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ def test_an_interrupt_before_it_obeys_signals_leaves_no_shared_memory(
     class Spawner(main.Spawner):
         def __init__(self, run_dir: Path, children_lock_fd: int) -> None:
             made.extend(names(config.node))
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(main, "Spawner", Spawner)
     with pytest.raises(KeyboardInterrupt):
