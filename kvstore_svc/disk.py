@@ -37,7 +37,7 @@ _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def remove_segments(directory: Path) -> None:
-    """Of a store that is closed."""
+    """Their names; what is open stays readable to who has it open."""
     for path in directory.glob("seg-*.kv"):
         path.unlink(missing_ok=True)
 

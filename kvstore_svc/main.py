@@ -39,7 +39,7 @@ from phalanx.protocol.service import Service
 MESSAGES_PER_TURN = 256
 LOOK_NS = 100_000_000  # leases, lifetimes, cap and floor are looked at this often
 REOPEN_NS = 2_000_000_000  # a disk that could not be opened is tried again this often
-CLEAR_S = 1.0  # for what is being written when everything is to be forgotten
+CLEAR_S = 0.5  # for what is being written when everything is to be forgotten
 DRAIN_NS = 1_500_000_000  # for sealing at a clean stop; less than the time from SIGTERM to SIGKILL
 ANSWERS_MAX = 16_384  # remembered, for calls that come twice
 _KINDS = {"block": Kind.BLOCK, "state": Kind.STATE}
@@ -66,7 +66,7 @@ class Store:
         self._decoder = Decoder[KVRequest](KVRequest)
         self._look_ns = self._reopen_ns = self._drain_ns = 0
         self._off = ""
-        self._answers: dict[events.Call, PutDone | GetDone] = {}  # oldest first
+        self._answers: dict[events.Call, PutDone | GetDone | KVCleared] = {}  # oldest first
         self.wake = new_wake()
         service.progress("recover")
         self.engine = self._open(lambda fraction: service.progress("recover", fraction))
@@ -125,7 +125,9 @@ class Store:
         self, engine: Engine, peer: bytes, message: KVRequest, batch: list[events.Event]
     ) -> None:
         """Answer a question at once, or turn it into an event of the batch."""
-        if isinstance(message, Put | Get) and (known := self._answers.get((peer, message.call))):
+        if isinstance(message, Put | Get | KVClear) and (
+            known := self._answers.get((peer, message.call))
+        ):
             # It came twice. Its memory may be in other use by now: say it again, copy nothing.
             self._send(peer, known)
             return
@@ -150,9 +152,9 @@ class Store:
             case KVClear(call):
                 self._turn(batch)
                 batch.clear()
-                records = len(engine.core.index)
+                cleared = KVCleared(call, len(engine.core.index))
                 self._clear(engine)
-                self._send(peer, KVCleared(call, records))
+                self._remember((peer, call), cleared)
             case _:
                 assert_never(message)
 
@@ -162,7 +164,7 @@ class Store:
                 self._answer(reply)
 
     def _answer(self, reply: Reply) -> None:
-        peer, call = reply.call
+        _, call = reply.call
         self._arenas.forget(reply.call)
         answer: PutDone | GetDone
         match reply:
@@ -173,10 +175,14 @@ class Store:
                 answer = GetDone(call, reply.found, reply.nbytes, reply.reason)
             case _:
                 assert_never(reply)
-        self._answers[reply.call] = answer
+        self._remember(reply.call, answer)
+
+    def _remember(self, call: events.Call, answer: PutDone | GetDone | KVCleared) -> None:
+        """Say it, and again if it is asked for again."""
+        self._answers[call] = answer
         if len(self._answers) > ANSWERS_MAX:
             del self._answers[next(iter(self._answers))]
-        self._send(peer, answer)
+        self._send(call[0], answer)
 
     def _send(self, peer: bytes, message: KVReply) -> None:
         # A peer that is gone or does not read loses the answer; it repeats what it still wants.
@@ -206,9 +212,11 @@ class Store:
         return engine
 
     def _clear(self, engine: Engine) -> None:
-        """Whoever asks for a record from here on hears that there is none."""
+        """Whoever asks for a record from here on hears that there is none, also if this process is killed now."""
+        remove_segments(engine.disk.directory)
         for reply in engine.close(CLEAR_S):
             self._answer(reply)
+        self._service.beat()
         remove_segments(engine.disk.directory)
         self._log.info("store cleared")
         self.engine = self._open(lambda fraction: self._service.beat())

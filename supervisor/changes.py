@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _MS = 1_000_000
 ALL = "all"
 _ANSWERS_MAX = 16
+_AGAIN_MS = 60_000
 # Services first, since nobody notices; the gateway last, since its clients have to find the next one.
 _RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
 # What one that serves is asked to do before it ends, and within which time; all others get SIGTERM.
@@ -100,7 +101,7 @@ class Changes:
         self._core = core
         self.now: Scaling | Restarting | None = None
         # Of the changes that ended last: an answer may be lost, and who asks again does so within seconds.
-        self._answers: deque[tuple[ChangeAsked, Reply]] = deque(maxlen=_ANSWERS_MAX)
+        self._answers: deque[tuple[int, ChangeAsked, Reply]] = deque(maxlen=_ANSWERS_MAX)
         self.retired: dict[str, Process] = {}  # of seats there are no more: incarnations go on
 
     @property
@@ -118,8 +119,8 @@ class Changes:
         request, core = asked.request, self._core
         if self.now is not None and self.now.asked == asked:
             return []  # said again: it is under way
-        for before, answer in self._answers:
-            if before == asked:
+        for ended_ns, before, answer in self._answers:
+            if before == asked and now_ns - ended_ns < _AGAIN_MS * _MS:
                 return [answer]  # it was lost
         if not 0 < request.timeout_s <= CHANGE_S_MAX:
             text = f"timeout_s is {request.timeout_s}, allowed: above 0, to {CHANGE_S_MAX}"
@@ -168,7 +169,7 @@ class Changes:
         failed = isinstance(reply, Error)
         told = f"{change.text}: {reply.message}" if isinstance(reply, Error) else change.text
         answer = Reply(change.asked.peer, reply)
-        self._answers.append((change.asked, answer))
+        self._answers.append((now_ns, change.asked, answer))
         phases = change.done if isinstance(change, Restarting) else []
         outcome = f"failed: {reply.message}" if isinstance(reply, Error) else "done"
         self._core.history.asked_ended(outcome, phases, now_ns)

@@ -111,7 +111,12 @@ class Control:
     def order(self, spec: ProcessSpec, incarnation: int, now_ns: int) -> None:
         """Ask for a fork; returns at once. Raises OSError."""
         death_read, death_write = os.pipe()
-        turn_read, turn_write = os.pipe()
+        try:
+            turn_read, turn_write = os.pipe()
+        except OSError:  # no descriptor is left: those that were are needed
+            os.close(death_read)
+            os.close(death_write)
+            raise
         order = Order(spec, incarnation, now_ns, death_read, turn_write)
         try:
             socket.send_fds(self.line, [ORDER], [turn_read, death_write])

@@ -55,8 +55,7 @@ class NodeLock:
             )
             if not _wait_lock(self.children_fd, most_s - _TOLD_S):
                 who = of_earlier_node(holders(run_dir))
-                os.close(self.children_fd)
-                os.close(self._fd)
+                self.release()
                 raise NodeBusy(
                     f"{who} in {run_dir} are still there after {most_s:g} s: end them, or choose another"
                     " --run-dir"
@@ -66,7 +65,6 @@ class NodeLock:
     def _write_pid(self) -> None:
         path = self.run_dir / PID_FILE
         with contextlib.suppress(OSError):  # it is for people, and the disk may be full
-            path.unlink(missing_ok=True)
             write_whole(path, f"{os.getpid()}\n".encode())
 
     def restore(self) -> bool:

@@ -1,5 +1,6 @@
 """The supervisor process: feeds the core with what happens and carries out what it decides."""
 
+import contextlib
 import gc
 import os
 import random
@@ -123,6 +124,8 @@ class Node:
         self._run_dir = config.run_path
         self._log = setup_logging(self._run_dir, "supervisor", 1, config.log_level)
         self._chronicle = Chronicle(self._run_dir, self._log)
+        known = map(arena.kind_of, arena.names(config.node))
+        self._goes_on = arena.TOKENS in known  # with what an earlier node left
         self._board = board = Board.create(config.node)
         follow_epoch(lambda: board.epoch)
         self._core = SupervisorCore(table, placements)
@@ -400,7 +403,12 @@ class Node:
             self._log.error("cannot save the configuration", ranks=ranks, error=str(error))
 
     def _sweep(self) -> None:
-        if swept := arena.sweep(self._config.node, keep=arena.TOKENS):
+        try:
+            swept = arena.sweep(self._config.node, keep=arena.TOKENS)
+        except OSError as error:  # no descriptor is left to look with
+            self._log.error("cannot sweep shared memory", error=str(error))
+            return
+        if swept:
             self._log.info("swept shared memory", names=swept)
 
     def _tell(self, event: Tell) -> None:
@@ -446,9 +454,10 @@ class Node:
 
     def _inspect(self, name: str, incarnation: int) -> None:
         child = self._watch.children.get(name)
-        found = child.looks.inspect(time.monotonic_ns()) if child is not None else None
-        if found is not None:
-            self._events.append(Inspected(name, incarnation, *found))
+        with contextlib.suppress(OSError):  # no descriptor is left to look with
+            found = child.looks.inspect(time.monotonic_ns()) if child is not None else None
+            if found is not None:
+                self._events.append(Inspected(name, incarnation, *found))
 
     # ------------------------------------------------------------ signals and the end
 
@@ -480,8 +489,9 @@ class Node:
         if self._faults is not None:
             faults.active = None
             self._faults.close()
-        # What nobody has ended goes on with the next start, from the token log.
+        # What nobody has ended goes on with the next start, from the token log; of a first start there is nothing.
         ended = finished.code == ExitCode.OK and not finished.left
+        ended |= self._core.ready_s < 0 and not self._goes_on
         swept = arena.sweep(self._config.node, keep="" if ended else arena.TOKENS)
         left = (*finished.left, *(f"{name} (swept)" for name in swept))
         if finished.code != ExitCode.OK:

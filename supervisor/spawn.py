@@ -154,7 +154,11 @@ class Spawner:
         if spec.standby in there or not self._adopts:
             return
         waiting = replace(spec, name=spec.standby, index=-1, seat=-1)
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            self._unstarted.append((spec.standby, ExitCode.INTERNAL, str(error)))
+            return
         ours.setblocking(False)
         try:
             child = self._start(waiting, 0, its)
@@ -170,7 +174,11 @@ class Spawner:
         """Names of those that have become ready since this was asked last."""
         for name in [name for name, standby in self._next.items() if standby.control.ready]:
             self.drop_outdated(name)
-        new = [name for name, s in self._standbys.items() if not s.told and s.control.ready]
+        new = [
+            name
+            for name, standby in self._standbys.items()
+            if name not in self._outdated and not standby.told and standby.control.ready
+        ]
         for name in new:
             self._standbys[name].told = True
         return new
@@ -186,6 +194,8 @@ class Spawner:
             self.drop_outdated(name)  # another one is on its way, or due
         for standbys in (self._standbys, self._next):
             for name, standby in list(standbys.items()):
+                if standbys is self._standbys and name in self._outdated:
+                    continue  # looked at above, or the next time
                 if (code := standby.child.process.poll()) is not None:
                     self._discard(standbys.pop(name))
                     ended.append((name, code, last_words(self._run_dir, standby.child)))

@@ -119,7 +119,10 @@ class Lives:
         accepted = Accepted(call, entry.request_id, seed, entry.prompt_tokens, entry.n, scored)
         self._delivery.reply(client, accepted)
         request.attach(client, offsets, digests, prompt_offset)
-        self._recovery.revive(request)
+        if why := self._poison.get(request.request_id):
+            request.end_what_is_missed(End("error", Code.INTERNAL, why))
+        else:
+            self._recovery.revive(request)
         self._compare(request, now_ns)
         self._delivery.offer(request)
 

@@ -41,7 +41,8 @@ def given_up(counted: Mapping[str, int]) -> dict[str, str]:
 
 def note_crash(run_dir: Path, error: BaseException) -> str:
     """Leave word of the request that was being worked on. Returns its id, empty when there is none to blame."""
-    request_id = _at_work_on(error)
+    blameless = isinstance(error, MemoryError | OSError)  # the machine lacks something
+    request_id = "" if blameless else _at_work_on(error)
     if request_id:
         counted = crashes(run_dir)
         counted[request_id] = counted.pop(request_id, 0) + 1

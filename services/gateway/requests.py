@@ -7,7 +7,7 @@ import msgspec
 
 from phalanx.protocol.messages import Delta, Final, PromptLogprobs
 from phalanx.services.gateway.entries import Entry
-from phalanx.services.gateway.streams import Stream
+from phalanx.services.gateway.streams import End, Stream
 
 DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
 TOKEN_BYTES = 40  # about what a token of a stream takes in memory
@@ -103,6 +103,14 @@ class Request:
             return False
         wants_prompt = not stream.scored and self.view.prompt_cursor < self.entry.prompt_tokens
         return wants_prompt or self.view.cursors[stream.index] < stream.final.offset
+
+    def end_what_is_missed(self, end: End) -> None:
+        """For this reader; it is not made again."""
+        view = self.view
+        assert view is not None
+        for stream in filter(self.missed, self.streams):
+            view.ends[stream.index] = stream.final_of(end, view.cursors[stream.index])
+            view.proofs.pop(stream.index, None)
 
     def next_message(self) -> PromptLogprobs | Delta | Final | None:
         """What the reader gets next; call `handed_over` with it once it is under way."""

@@ -41,7 +41,8 @@ class Aside(Generic[T]):
     def _run(self) -> None:
         try:
             while (event := self._events.get()) is not None:
-                self._tell(event)
+                with contextlib.suppress(UnicodeError):  # what this terminal has no letters for
+                    self._tell(event)
             self._end()
         except (OSError, SystemExit):  # rich says so when a pipe is closed
             with open(os.devnull, "wb") as nowhere:

@@ -82,6 +82,10 @@ def test_what_is_given_up_ends_on_disk_and_for_its_reader() -> None:
     desk.asks(Attach(4, "r" * 32, (3, 5)))
     finals = {final.index: final for final in desk.told() if isinstance(final, Final)}
     assert finals[0] == ended and (finals[1].offset, finals[1].error) == (5, "it is given up")
+    desk.asks(Attach(5, "r" * 32, (1, 5)))  # what ended before is not made again either
+    finals = {final.index: final for final in desk.told() if isinstance(final, Final)}
+    assert (finals[0].offset, finals[0].error) == (1, "it is given up")
+    assert not desk.submits()
 
 
 @contextmanager
