@@ -30,7 +30,7 @@ def listen(config: HttpConfig, run_dir: Path, log: Logger) -> socket.socket:
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Of each connection: of one whose reader has gone away or takes nothing the kernel lets go then.
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, CLIENT_STALL_MS)
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2 * CLIENT_STALL_MS)
         try:
             found.bind((config.host, choice))
             found.listen(_BACKLOG)

@@ -631,5 +631,5 @@ def test_idle_costs_next_to_nothing(living: TestNode) -> None:
         time.sleep(1)
         used_ns = int(stat.read_text().split()[0]) - used_ns
         shares.append(used_ns / 1e9 / (time.monotonic() - started))
-    # 0.3% on a fast machine, 0.7% on slow ones.
-    assert min(shares) < 0.01, f"{min(shares):.2%} of a core"
+    # 0.3% on a fast machine, 1.3% on the slowest seen.
+    assert min(shares) < 0.025, f"{min(shares):.2%} of a core"
