@@ -50,6 +50,7 @@ from phalanx.services.client_flow import (
     RequestTimeout,
     Spec,
 )
+from phalanx.services.early_ends import told_at
 
 PING_NS = 1_000 * MS
 # With nothing heard for so long it is asked sooner: a question that waits in the socket while the gateway
@@ -353,6 +354,7 @@ class ClientCore:
         if message.offset > have or (message.index == 0 and whole and flow.lacks_prompt):
             self._mend(flow, now_ns)
         elif isinstance(message, Final):
+            message = told_at(message, have)
             sequence.final = message
             self.ended.beyond(message, have)
             flow.ended.append(message.index)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from phalanx.protocol.messages import Delta, Final
+from phalanx.services.early_ends import told_at
 
 REQUESTS_MAX = 1_000  # that have ended and are remembered; what comes of older ones is not counted
 SAID_MAX = 20
@@ -35,7 +36,7 @@ class Ended:
     def hear(self, first: Final, message: Delta | Final) -> None:
         """It came of a sequence that has ended with `first`."""
         if isinstance(message, Final):
-            if _meaning(message) != _meaning(first):
+            if _meaning(told_at(message, first.offset)) != _meaning(first):
                 self._count("finals", 1, first, f"then {_said(message)}")
         else:
             self.beyond(first, message.offset + len(message.token_ids))

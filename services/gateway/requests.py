@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from phalanx.protocol.messages import Delta, Final, PromptLogprobs
+from phalanx.services.early_ends import told_at
 from phalanx.services.gateway.entries import Entry
 from phalanx.services.gateway.streams import End, Stream
 
@@ -132,7 +131,7 @@ class Request:
                 if (delta := stream.delta(cursor, most)) is not None:
                     return delta
             elif stream.end_told or not own:
-                return _told_at(final, cursor)
+                return told_at(final, cursor)
         return None
 
     def handed_over(self, message: PromptLogprobs | Delta | Final) -> None:
@@ -146,12 +145,3 @@ class Request:
             end = message.offset + len(message.token_ids)
             view.cursors[message.index] = end
             stream.sent = max(stream.sent, end)
-
-
-def _told_at(final: Final, cursor: int) -> Final:
-    """An early end is told where its reader is. Who ended it may not have known how far that was: the gateway that
-    the reader had its tokens from is dead."""
-    if final.finish_reason in ("stop", "length") or cursor <= final.offset:
-        return final
-    usage = msgspec.structs.replace(final.usage, completion_tokens=cursor)
-    return msgspec.structs.replace(final, offset=cursor, usage=usage, digest=b"")

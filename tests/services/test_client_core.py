@@ -94,6 +94,22 @@ def test_a_stream_and_its_result() -> None:
     assert line.core.next_ns() is None  # nothing to wait for any more
 
 
+def test_an_early_end_is_where_its_reader_is() -> None:
+    """It asked for everything, and what an earlier gateway had sent it came before the answer."""
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(delta(0, 5, 6))
+    end = Final("r", 0, 0, "abort", Usage(2, 0), "", Code.SHUTDOWN, "stopped", b"digest")
+    line.hears(end)
+    (sequence,) = flow.sequences
+    assert sequence.final is not None and flow.done
+    assert (sequence.final.offset, sequence.final.usage) == (2, Usage(2, 2))
+    assert sequence.final.digest == b"" and flow.results()[0].token_ids == (5, 6)
+    line.hears(end)  # the same once more
+    assert not line.core.ended.counts
+
+
 def test_what_has_ended_and_is_quiet_is_asked_for() -> None:
     line = Line()
     flow = line.start()

@@ -247,6 +247,7 @@ class World:
             return
         old = self.rng.choice(open_ones).client
         heir = SimClient(self, len(self.clients))
+        heir.is_heir = True
         self.clients.append(heir)
         if self.node is not None and self.node.gateway is None:
             heir.up.receiver_died()

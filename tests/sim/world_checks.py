@@ -99,7 +99,7 @@ class WorldChecks(Checks):
         world, deaths = self.host.world, self.deaths["gateway"]
         struck_late = self.gateway_hurt_ns > self.stop_ns + STRUCK_UNTIL_MS * MS
         unborn = any(name == "gateway" for name, _ in self.host.never_born)
-        if not self.host.core.processes["gateway"].served:
+        if not self.gateway_served:
             return  # nobody could ask it for anything: it is left to the next start
         if struck_late or unborn or deaths > 4 or self.gateway_slept or world.disk_was_full:
             return
@@ -109,8 +109,8 @@ class WorldChecks(Checks):
         told = {reading.flow.request_id for reading in world.readings if reading.flow.done}
         for reading in world.readings:
             client, flow = reading.client, reading.flow
-            reads = not (client.dead or client.lossy or client.stalled_once)
-            if flow.accepted and reads:  # of two readers of one request the later one counts
+            poor = client.dead or client.lossy or client.stalled_once or client.is_heir
+            if flow.accepted and not poor:  # of two readers of one request the later one counts
                 self.require(flow.request_id in told, f"nobody told how {flow.request_id} ended")
 
     def drained(self) -> None:

@@ -84,6 +84,7 @@ class SimClient:
         self.inbox: deque[bytes] = deque()  # at most CLIENT_QUEUE
         self.stalled = self.stalled_once = False
         self.dead = False
+        self.is_heir = False  # what the dead one has said may come after what it says itself
         self.lossy = world.rng.random() < 0.3  # its connection is as bad as those of services
         self.up: Wire[ClientMessage] = Wire(
             world.clock, world.rng, world.weather, self._deliver, reliable=not self.lossy
