@@ -146,7 +146,7 @@ def a_gateway_that_dies_while_it_drains_is_let_go(patch: Patch) -> None:
     patch.setattr(Ending, "has_drained", lambda self, process, code: process.drains)
 
 
-@planted(seeds=20, first=740)
+@planted(seeds=20, first=1101)
 def a_successor_that_drains_waits_for_no_reader(patch: Patch) -> None:
     """All has ended, but who reads does not know."""
     patch.setattr(Core, "drained", lambda self, now_ns: self.idle)
