@@ -26,7 +26,7 @@ from phalanx.supervisor.ask import NodeGone
 
 pytestmark = pytest.mark.process
 
-LONG = 5000  # tokens: some seconds of work
+LONG = 8000  # tokens: some seconds of work, on fast machines too
 SPECS = [
     Spec([70] * 4, Sampling(seed=seed, max_tokens=most, ignore_eos=True))
     for seed, most in enumerate((40, 2500, LONG, LONG))
