@@ -79,7 +79,9 @@ def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(node: Node) -> N
             stream = client.generate("The sea", max_tokens=32, ignore_eos=True, seed=seed)
             stream.results()
             ids.append(stream.request_id)
-        wait_for(lambda: status().scrubbed.checked >= before.checked + 3, 120, "every rank compared")
+        wait_for(
+            lambda: status().scrubbed.checked >= before.checked + 3, 120, "every rank compared"
+        )
         assert status().scrubbed.differed == before.differed
 
         node("inject", "ulp", f"worker-{NOISY}")
