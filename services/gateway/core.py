@@ -184,7 +184,7 @@ class Core:
 
     @property
     def on_disk(self) -> bool:
-        """Nothing is on its way to the journal; so after `deliver` everybody has what he takes."""
+        """Nothing is on its way to the journal, nor lacks there; so after `deliver` everybody has what he takes."""
         return self._logs.on_disk
 
     # ------------------------------------------------------------ clients
@@ -363,6 +363,7 @@ class Core:
         """A successor is to go on: take nothing new, so that soon nothing is on its way. Clients ask it again, by
         the keys of what was not accepted; schedulers have what is missing."""
         self._handing_over = True
+        self._logs.hurry()
 
     def finish_all(self, now_ns: int) -> None:
         """The time to drain is over: everything that still runs ends, and its client is told why."""

@@ -61,8 +61,12 @@ class Logs:
         self._unlogged: dict[int, Noted] = {}  # by stream: the disk did not take them yet
         self._unwritten: Rewritten | None = None  # nor this
         self._rewriting: Rewritten | None = None  # the newest, until it is on disk
+        self._behind: list[
+            Request
+        ] = []  # wait for it as well: what they waited for may be in what was lost
         self._lost = False  # the journal was, and nothing was done about it yet
         self._rewrite_at_ns = now_ns  # not before
+        self._rewrite_every_ns = REWRITE_NS
         self._fresh: dict[int, Stream] = {}  # with something for the token log
         self._stamps: list[Note] = []  # likewise
 
@@ -95,13 +99,13 @@ class Logs:
 
     @property
     def on_disk(self) -> bool:
-        """Nothing is on its way to the journal."""
-        return self._ledger.idle
+        """Nothing is on its way to the journal, nor lacks there."""
+        return self._ledger.idle and self._rewriting is None
 
     @property
     def idle(self) -> bool:
         """Nor is there anything that the disk did not take."""
-        return self._ledger.idle and not self._unlogged and self._unwritten is None
+        return self.on_disk and not self._unlogged
 
     @property
     def lacks(self) -> str:
@@ -153,7 +157,7 @@ class Logs:
         self._ledger.wait(request)
 
     def awaited_by(self, request: Request) -> bool:
-        return self._ledger.awaited_by(request)
+        return request in self._behind or self._ledger.awaited_by(request)
 
     def forget(self, request: Request) -> None:
         self._ledger.add(Forget(request.request_id))
@@ -170,8 +174,14 @@ class Logs:
         settled = self._ledger.settle(done)
         if not failure and any(waiter is self._rewriting for waiter in settled):
             self._rewriting = None
+        if failure or self._rewriting is None:
+            behind, self._behind = self._behind, []
+            yield from behind
         for waiter in settled:
-            if isinstance(waiter, Pending | Request):
+            if isinstance(waiter, Request) and not failure and self._rewriting is not None:
+                if waiter not in self._behind:
+                    self._behind.append(waiter)
+            elif isinstance(waiter, Pending | Request):
                 yield waiter
             elif isinstance(waiter, Rewritten):
                 if failure and waiter is self._rewriting:
@@ -194,6 +204,10 @@ class Logs:
         self._lost, self._rewriting = True, Rewritten()
         self._rewrite(requests, now_ns)
 
+    def hurry(self) -> None:
+        """Whoever comes next goes by the journal: what is lost of it is written with the next tick."""
+        self._rewrite_at_ns = self._rewrite_every_ns = 0
+
     def tick(self, requests: Iterable[Request], now_ns: int) -> None:
         self._rewrite(requests, now_ns)
         again: list[Noted | Rewritten] = [*self._unlogged.values()]
@@ -207,7 +221,7 @@ class Logs:
     def _rewrite(self, requests: Iterable[Request], now_ns: int) -> None:
         if not self._lost or self._rewriting is None or now_ns < self._rewrite_at_ns:
             return
-        self._lost, self._rewrite_at_ns = False, now_ns + REWRITE_NS
+        self._lost, self._rewrite_at_ns = False, now_ns + self._rewrite_every_ns
         for request in requests:
             told = request.entry.fingerprint or self.fingerprint
             self._ledger.add(Again(msgspec.structs.replace(request.entry, fingerprint=told)))
