@@ -37,8 +37,11 @@ class Patience:
             self._waited_first_ns, self._first_ns = waited_ns, now_ns
         elif self.state == "D":
             self._slept_ns += now_ns - self._last_ns
+        # Waits of a time that does not count are no credit for what follows it.
+        credit_ns = waited_ns - self._waited_first_ns - (now_ns - self.since_ns)
+        self._waited_first_ns += max(0, credit_ns)
         self.state, self._waited_ns, self._last_ns = state, waited_ns, now_ns
-        self._asleep_ns = asleep_ns
+        self._asleep_ns = min(asleep_ns, now_ns - self.since_ns)  # nor are sleeps a reproach
 
     def skip(self, gap_ns: int, now_ns: int) -> None:
         """The time until now that does not count; what happened in it happened now."""

@@ -41,3 +41,49 @@ def test_its_own_time_is_never_more_than_its_silence() -> None:
     life.inspected("R", 5_000 * MS, 0, 510 * MS)
     life.inspected("R", 1_000 * MS, 0, 610 * MS)
     assert not life.exhausted(620 * MS, HANG_MS, math.inf)
+
+
+def skip_a_minute(life: Patience) -> int:
+    """At 700 ms of its silence whoever looks at it does not run for a minute. Returns when that is over."""
+    life.skip(60_000 * MS, 60_700 * MS)
+    return 60_700
+
+
+def hung_ms(life: Patience, from_ms: int, waited_ms: int) -> int:
+    """How long after that one that sleeps for good counts as hung."""
+    for now_ms in range(from_ms, from_ms + 120_000, 100):
+        life.inspected("S", waited_ms * MS, 0, now_ms * MS)
+        if life.exhausted(now_ms * MS, HANG_MS, math.inf):
+            return now_ms - from_ms
+    return 120_000
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_waits_in_a_time_that_does_not_count_are_no_credit_for_a_hang_after_it(
+    threads: int,
+) -> None:
+    """It had to wait for a CPU while the supervisor was stopped, too, and hangs since."""
+    life = Patience(0)
+    for now_ms in (510, 610):
+        life.inspected("R", threads * (now_ms - 510) * MS, 0, now_ms * MS)
+    begun_ms = skip_a_minute(life)
+    assert hung_ms(life, begun_ms, threads * 60_000) <= HANG_MS + 100
+
+
+def test_nor_when_they_are_counted_later() -> None:
+    """The kernel counts a wait when it is over."""
+    life = Patience(0)
+    begun_ms = skip_a_minute(life)
+    life.inspected("R", 0, 0, begun_ms * MS)
+    assert hung_ms(life, begun_ms + 100, 60_200) <= HANG_MS + 200
+
+
+def test_a_sleep_in_such_a_time_is_no_reproach() -> None:
+    """A disk that hung together with the supervisor answers soon after."""
+    life = Patience(0)
+    life.inspected("D", 0, 0, 600 * MS)
+    begun_ms = skip_a_minute(life)
+    life.inspected("D", 0, 60_200 * MS, begun_ms * MS)
+    assert not life.exhausted(begun_ms * MS, HANG_MS, math.inf, 10_000)
+    life.inspected("D", 0, 70_200 * MS, (begun_ms + 10_000) * MS)
+    assert life.exhausted((begun_ms + 10_000) * MS, HANG_MS, math.inf, 10_000)
