@@ -18,7 +18,7 @@ from phalanx.supervisor.commands.common import (
 
 SCALE_S = 120.0
 RESTART_S = 600.0
-_ANSWER_S = BACK_MS_MAX / 1000 + 5.0  # the supervisor goes back when the time is up
+_LATE_S = BACK_MS_MAX / 1000 + 5.0  # the supervisor goes back when the time is up
 
 
 @click.command()
@@ -42,7 +42,7 @@ def scale(ranks: int, timeout: float, run_dir: Path | None, as_json: bool) -> No
     """
     path = find_run_dir(run_dir)
     with errors.status("scaling", spinner="dots"):
-        done = ask(path, Scale(1, ranks, timeout), Scaled, timeout + _ANSWER_S)
+        done = ask(path, Scale(1, ranks, timeout), Scaled, timeout, _LATE_S)
     if as_json:
         names = ("before", "ranks", "seats", "s")
         print_json({name: getattr(done, name) for name in names})
@@ -72,7 +72,7 @@ def restart(names: tuple[str, ...], timeout: float, run_dir: Path | None, as_jso
     """
     path = find_run_dir(run_dir)
     with errors.status("restarting", spinner="dots"):
-        done = ask(path, Restart(1, names, timeout), Restarted, timeout + _ANSWER_S)
+        done = ask(path, Restart(1, names, timeout), Restarted, timeout, _LATE_S)
     if as_json:
         print_json({"restarted": [{"name": one.process, "s": one.s} for one in done.restarted]})
         return

@@ -280,7 +280,7 @@ def private_node(
 def stop_node(run_dir: Path, drain_s: float) -> tuple[str, ...]:
     """Tell the node to stop and wait until it has; returns what had to be killed or swept. Raises as `ask`."""
     try:
-        done = ask(run_dir, Shutdown(1, drain_s), ShutdownDone, drain_s + STOPPED_MS / 1000)
+        done = ask(run_dir, Shutdown(1, drain_s), ShutdownDone, drain_s, STOPPED_MS / 1000)
     except NodeGone:
         return sweep_dead(run_dir)
     except NoNode:
