@@ -100,21 +100,20 @@ def read_pid(run_dir: Path) -> int:
 
 
 def clean(run_dir: Path) -> list[str]:
-    """Remove what a killed node left: sockets, its failure report, shared memory. Returns the last.
+    """Remove what a killed node left: sockets and shared memory. Returns the latter.
 
     Also under the names that it had before they told run directories apart: nobody else would remove that
     after an upgrade, and it may be most of the memory.
     """
     for path in run_dir.glob("*.sock"):
         path.unlink(missing_ok=True)
-    (run_dir / FAILED_FILE).unlink(missing_ok=True)
     swept = arena.sweep(node_name(run_dir), keep=arena.TOKENS)
     return swept + arena.sweep_if_dead(run_dir.name)
 
 
 def sweep_dead(run_dir: Path) -> tuple[str, ...]:
     """What a supervisor that died left behind is removed, once its processes are gone. Returns names, none
-    after a clean stop. What the next start goes on from stays. Raises NodeBusy."""
+    after a clean stop. What the next start goes on from stays, and why a node failed. Raises NodeBusy."""
     died = (run_dir / PID_FILE).exists()  # else it removed that itself
     lock = NodeLock(run_dir)
     lock.release()
@@ -181,3 +180,8 @@ def write_failure(run_dir: Path, code: ExitCode, reason: str) -> None:
     text = json.dumps({"code": int(code), "reason": reason})
     with contextlib.suppress(OSError):
         write_whole(run_dir / FAILED_FILE, f"{text}\n".encode())
+
+
+def forget_failure(run_dir: Path) -> None:
+    """Of an earlier start."""
+    (run_dir / FAILED_FILE).unlink(missing_ok=True)

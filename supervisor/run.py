@@ -10,7 +10,7 @@ from phalanx.protocol.errors import ArenaError, ConfigError, ExitCode, PhalanxEr
 from phalanx.protocol.futex import check_processor
 from phalanx.supervisor.events import Tell
 from phalanx.supervisor.group import Placements
-from phalanx.supervisor.lock import NodeBusy, NodeLock, write_failure
+from phalanx.supervisor.lock import NodeBusy, NodeLock, forget_failure, write_failure
 from phalanx.supervisor.main import Node, OnEvent
 from phalanx.supervisor.placements import GroupPlacements, read_shape
 from phalanx.supervisor.processes import ProcessSpec, process_table
@@ -51,6 +51,7 @@ def run_processes(
     beat_ns = _last_beat_ns(config.node)
     lock = NodeLock(run_dir, lambda text: on_event(Tell("waiting", text=f"for {text}")))
     rundir.forget_plans(run_dir)
+    forget_failure(run_dir)
     try:
         config.check()
         _check_name_free(config)

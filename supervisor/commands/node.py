@@ -34,7 +34,14 @@ from phalanx.supervisor.commands.common import (
 )
 from phalanx.supervisor.commands.plan import memory_plan
 from phalanx.supervisor.headway import Headway, Waits, share, waiting_for
-from phalanx.supervisor.lock import FAILED_FILE, holders, of_earlier_node, read_pid, sweep_dead
+from phalanx.supervisor.lock import (
+    FAILED_FILE,
+    forget_failure,
+    holders,
+    of_earlier_node,
+    read_pid,
+    sweep_dead,
+)
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
@@ -181,8 +188,7 @@ def _start(
 ) -> "tuple[StatusReply, subprocess.Popen[bytes]]":
     """`start_detached`, and the supervisor's process."""
     owner = [] if owner_fd is None else ["--owner-fd", str(owner_fd)]
-    failure = config.run_path / FAILED_FILE
-    failure.unlink(missing_ok=True)
+    forget_failure(config.run_path)
     # Not yet as the node's own: until the supervisor holds the lock, another node may live there.
     wanted = config.save_first(f"config.{os.getpid()}.json")
     with open_output(config.run_path / LOG_DIR / "supervisor.out") as output:
