@@ -365,6 +365,8 @@ class Submit(Message, frozen=True):
     afresh: bool = (
         False  # all of it is computed: what the KV store has may be what is to be checked
     )
+    # Records of its prompt's log-probabilities that the gateway has. Once it has all, `sampling` asks for none.
+    num_scores: int = 0
 
 
 class Submitted(Message, frozen=True):
@@ -482,6 +484,9 @@ class SequenceInfo(msgspec.Struct, frozen=True, array_like=True):
     attempt: int
     outputs: bytes  # int32 ids; empty: not asked for
     finish_reason: FinishReason | None
+    first_score: int = (
+        0  # records of its prompt's log-probabilities before this one were told elsewhere
+    )
 
 
 class SequenceList(Message, frozen=True):

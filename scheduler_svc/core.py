@@ -311,7 +311,7 @@ class Scheduler:
     def _resend(self, resend: Resend, now_ns: int) -> None:
         known = self.sequences.get((resend.request_id, resend.index))
         if known is not None and known.attempt == resend.attempt:
-            first = max(resend.prompt_offset, 0)
+            first = max(resend.prompt_offset, known.scores.first)
             for at in range(first, known.scores.count, RESENT_RECORDS):
                 self._items.append(
                     known.score_item(at, min(at + RESENT_RECORDS, known.scores.count))

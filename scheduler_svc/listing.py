@@ -48,7 +48,14 @@ class Listing:
                     break
                 outputs = one.outputs().tobytes() if self._outputs else b""
                 infos.append(
-                    SequenceInfo(one.request_id, one.index, one.attempt, outputs, one.finish)
+                    SequenceInfo(
+                        one.request_id,
+                        one.index,
+                        one.attempt,
+                        outputs,
+                        one.finish,
+                        one.first_score,
+                    )
                 )
             self._left.popleft()
         number, last = self._number, not self._left

@@ -60,10 +60,10 @@ class Restorer:
     # ------------------------------------------------------------ what the store has
 
     def wants(self, sequence: Sequence, now_ns: int) -> bool:
-        """Whether it is worth asking: one token at least is computed in any case, for its sample."""
-        if sequence.afresh or (sequence.scores.wanted and not sequence.scores.complete):
-            return False  # those come from the prompt's own rows
-        return now_ns >= self._quiet_until_ns and sequence.num_tokens > BLOCK_SIZE
+        """Whether it is worth asking."""
+        if sequence.afresh or now_ns < self._quiet_until_ns:
+            return False
+        return self.blocks_wanted(sequence) > 0
 
     def ask(self, sequence: Sequence, now_ns: int) -> None:
         sequence.stored = 0
@@ -83,9 +83,11 @@ class Restorer:
         return sequence
 
     def blocks_wanted(self, sequence: Sequence) -> int:
-        """Blocks that may be loaded: one token at least is computed, where it is forked the last of its prompt."""
+        """Blocks that may be loaded: one token at least is computed, for its sample; where it is forked the last of
+        its prompt; and every row that tells a log-probability of its prompt which is not known yet."""
         tokens = sequence.num_prompt if sequence.leads else sequence.num_tokens
-        return min((tokens - 1) // BLOCK_SIZE, self._staging.num_blocks)
+        loaded = tokens - 1 if sequence.scores.complete else sequence.scores.count
+        return min(loaded // BLOCK_SIZE, self._staging.num_blocks)
 
     # ------------------------------------------------------------ loading
 

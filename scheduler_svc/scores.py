@@ -7,18 +7,24 @@ from phalanx.protocol.prompt_logprobs import record_bytes
 
 
 class Scores:
-    """Records of prompt tokens 1, 2, ... as far as computed; they outlive a preemption."""
+    """Records of prompt tokens 1, 2, ... as far as computed; they outlive a preemption.
 
-    def __init__(self, sampling: Sampling, num_prompt: int) -> None:
+    Args:
+        first: number of the first one that is told here; those before it the gateway has.
+    """
+
+    def __init__(self, sampling: Sampling, num_prompt: int, first: int = 0) -> None:
         wanted = sampling.prompt_logprobs
         self.wanted = wanted is not None
         self.record_bytes = record_bytes(wanted or 0)
         self._total = num_prompt - 1 if self.wanted else 0
+        self.first = min(first, self._total)
         self.records = bytearray()
 
     @property
     def count(self) -> int:
-        return len(self.records) // self.record_bytes
+        """Those that are known, here or to the gateway."""
+        return self.first + len(self.records) // self.record_bytes
 
     @property
     def complete(self) -> bool:
@@ -39,7 +45,8 @@ class Scores:
         return True
 
     def of(self, first: int, end: int) -> bytes:
-        return bytes(self.records[first * self.record_bytes : end * self.record_bytes])
+        begin, end = ((at - self.first) * self.record_bytes for at in (first, end))
+        return bytes(self.records[begin:end])
 
 
 NO_SCORES = Scores(Sampling(), 1)  # of every sequence that wants none: nothing is ever added

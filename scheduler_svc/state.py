@@ -81,6 +81,9 @@ class Sequence(msgspec.Struct, eq=False):
     load: Load | None = None
     cached: int = 0  # prompt tokens that its first prefill found in the store
     logprobs: list[TokenLogprobs] = []  # after the resumed outputs
+    first_score: int = (
+        0  # records of its prompt's log-probabilities before this one were told elsewhere
+    )
     scores: Scores = NO_SCORES
     finish: FinishReason | None = None
     code: Code | None = None
@@ -90,7 +93,7 @@ class Sequence(msgspec.Struct, eq=False):
 
     def __post_init__(self) -> None:
         if self.sampling.prompt_logprobs is not None:
-            self.scores = Scores(self.sampling, self.num_prompt)
+            self.scores = Scores(self.sampling, self.num_prompt, self.first_score)
 
     @property
     def ahead(self) -> bool:
@@ -218,6 +221,7 @@ def sequence_of(
         handle=order[2],
         copy_key=copy_key(submit.copies_as or submit.request_id, submit.index),
         afresh=submit.afresh,
+        first_score=submit.num_scores,
     )
 
 

@@ -95,13 +95,14 @@ class Attempts:
             stream.index,
             stream.place.attempt,
             stream.entry.prompt,
-            stream.sampling,
+            stream.sampling_left(),
             stream.outputs(),
             stream.priority,
             # What was acknowledged and is said again was forgotten there, or still waits or runs.
             stream.resumed or stream.place.acknowledged,
             stream.copies_as,
             stream.afresh,
+            stream.num_scores,
         )
         self._send(seat.peer, message)
 
@@ -364,7 +365,13 @@ class Attempts:
         for info in items:
             stream = find(info.request_id, info.index)
             aborted = info.finish_reason == "abort"  # an earlier place of the stream, left behind
-            ours = stream is not None and stream.place is None and adoptable(stream)
+            ours = (
+                stream is not None
+                and stream.place is None
+                and adoptable(stream)
+                # What the last gateway had of its prompt's log-probabilities is not told again there.
+                and stream.num_scores >= info.first_score
+            )
             if stream is not None and ours and not aborted and stream.fits(info.outputs):
                 self._adopt(stream, seat, info.attempt, now_ns)
                 if stream.sampling.logprobs is None:

@@ -203,6 +203,14 @@ class Stream:
         wanted = self.sampling.prompt_logprobs is not None
         return not wanted or self.num_scores == self.entry.prompt_tokens - 1
 
+    def sampling_left(self) -> Sampling:
+        """What a scheduler is asked for that begins with it now. The log-probabilities of its prompt, once they are
+        known, would keep it from loading what the KV store has."""
+        wanted = self.sampling.prompt_logprobs is not None and self.sampling.max_tokens
+        if wanted and self.scored:
+            return msgspec.structs.replace(self.sampling, prompt_logprobs=None)
+        return self.sampling
+
     def continues(self, count: int, digest: bytes) -> bool | None:
         """Whether the `count` tokens with this digest are its beginning; None: not known yet."""
         final = self.final

@@ -26,6 +26,7 @@ class Row:
     index: int = 0
     attempt: int = 1
     finish: None = None
+    first_score: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

@@ -7,11 +7,22 @@ import numpy as np
 import pytest
 
 from phalanx.protocol.kvkeys import block_keys, state_key
-from phalanx.protocol.messages import Contains, ContainsReply, Get, GetDone, Put, PutDone, Submit
+from phalanx.protocol.messages import (
+    Contains,
+    ContainsReply,
+    Get,
+    GetDone,
+    Put,
+    PutDone,
+    Resend,
+    Sampling,
+    Submit,
+)
+from phalanx.protocol.prompt_logprobs import entries
 from phalanx.protocol.queues import Phase
 from phalanx.scheduler_svc import restore
 from phalanx.scheduler_svc.events import Membership, Staging, StoreLost, WorkerLost
-from sim.hash_worker import Ints, Staged
+from sim.hash_worker import Ints, Staged, fault_free_scores
 from sim.scheduler_story import Story, request_id
 
 PROMPT = [(3 * at + 1) % 50 for at in range(300)]
@@ -477,3 +488,30 @@ def test_states_within_a_long_prompt() -> None:
     keys = block_keys(b"hash", b"", prompt)
     assert [n for n, key in enumerate(keys) if state_key(key) in shop.kept] == [1, 3]
     assert story.outputs(0) == story.expected(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("num_scores", "wanted", "loaded"),
+    [(0, 1, 0), (255, 1, 0), (256, 1, 256), (298, 1, 256), (299, None, 256)],
+)
+def test_rows_whose_scores_the_gateway_has_are_loaded(
+    num_scores: int, wanted: int | None, loaded: int
+) -> None:
+    """Of a moved sequence: only what tells a log-probability that is still missing must be computed."""
+    shop = Shop().warm()
+    story, sampling = shop.story, Sampling(max_tokens=4, prompt_logprobs=wanted, ignore_eos=True)
+    ids = np.array(PROMPT, np.int32).tobytes()
+    story.event(Submit(7, request_id(0), 0, 1, ids, sampling, num_scores=num_scores, resumed=True))
+    shop.serve()
+    said = story.items(0)
+    assert max(item.cached_tokens for item in said) == loaded
+    told = [item for item in said if item.prompt_logprobs]
+    if wanted is not None:
+        assert told[0].prompt_offset == num_scores
+        records = b"".join(item.prompt_logprobs for item in told)
+        assert list(entries(records, wanted)) == fault_free_scores(PROMPT, wanted)[num_scores:]
+    assert bool(told) == (wanted is not None)
+    # Asked for again it says what it has, and where that begins.
+    story.event(Resend(request_id(0), 0, 1, 0, 0))
+    assert all(item.prompt_offset == num_scores for item in story.items(0)[len(said) :][:1] if told)
+    shop.assert_whole()

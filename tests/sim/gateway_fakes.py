@@ -163,7 +163,9 @@ class Running:
     cached: int = 0
     handle: int = 0
     told: bool = False  # its handle was
-    scored: int = 0  # prompt tokens after the first, of those with prompt_logprobs
+    scored: int = (
+        0  # prompt tokens after the first, of those with prompt_logprobs; the gateway's, too
+    )
 
     @property
     def to_score(self) -> int:
@@ -236,7 +238,7 @@ class FakeScheduler:
             case Resend():
                 known = self.sequences.get((message.request_id, message.index))
                 if known is not None and known.submit.attempt == message.attempt:
-                    first = message.prompt_offset
+                    first = max(message.prompt_offset, known.submit.num_scores)
                     return [
                         self._tokens([self._scores(known, first, known.scored)]),
                         self._tokens([self._item(known, message.offset)]),
@@ -258,7 +260,8 @@ class FakeScheduler:
         infos = []
         for key, one in self.sequences.items():
             outputs = array("i", one.outputs).tobytes() if asked.outputs else b""
-            infos.append(SequenceInfo(*key, one.submit.attempt, outputs, one.finish))
+            submit = one.submit
+            infos.append(SequenceInfo(*key, submit.attempt, outputs, one.finish, submit.num_scores))
         for number, at in enumerate(range(0, max(1, len(infos)), self.listed)):
             items, last = tuple(infos[at : at + self.listed]), at + self.listed >= len(infos)
             self.lists += 1
@@ -304,7 +307,7 @@ class FakeScheduler:
         if not submit.resumed and live >= self.slots + self.queue:
             return [Refusal(submit.call, Code.OVERLOADED, "the queue is full")]
         self.handles += 1
-        running = Running(submit, outputs, handle=self.handles)
+        running = Running(submit, outputs, handle=self.handles, scored=submit.num_scores)
         self.sequences[key] = running
         self.submits += 1
         self.most = max(self.most, live + 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
 import numpy as np
 
 from phalanx.protocol.errors import Code
@@ -70,7 +71,9 @@ class Request:
 
     @property
     def num_scores(self) -> int:
-        return len(self.scores) // record_bytes(self.sampling.prompt_logprobs or 0)
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return len(self.scores) // record_bytes(self.sampling.prompt_logprobs)
 
     @property
     def scored(self) -> bool:
@@ -163,16 +166,20 @@ class ModelGateway:
             return
         self._call += 1
         self._calls[self._call] = (request, request.attempt)
+        sampling = request.sampling
+        if request.scored and sampling.max_tokens:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         submit = Submit(
             self._call,
             request.request_id,
             request.index,
             attempt,
             np.array(request.prompt, np.int32).tobytes(),
-            request.sampling,
+            sampling,
             np.array(request.outputs, np.int32).tobytes(),
             priority=len(request.prompt) % 3 - 1,
             resumed=request.resumed,
+            num_scores=request.num_scores,
         )
         self._send(request.seat, submit)
         self._after(RETRY_NS, lambda: self._submit(request, attempt))
@@ -328,6 +335,8 @@ class ModelGateway:
             request = self.requests[info.request_id, info.index]
             if request.over or request.placed or info.attempt < request.attempt:
                 continue
+            if request.num_scores < info.first_score:
+                continue  # what the last gateway had is told nowhere again
             request.attempt, request.seat, request.placed = info.attempt, listed.seat, True
             if request.scored:
                 request.outputs = np.frombuffer(info.outputs, np.int32).tolist()

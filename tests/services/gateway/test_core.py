@@ -535,6 +535,48 @@ def test_a_moved_prompt_is_scored_again_and_told_once() -> None:
     assert desk.told() == [PromptLogprobs(accepted.request_id, 0, 2, (scored(1),))]
 
 
+def test_a_moved_stream_does_not_ask_for_the_scores_it_has() -> None:
+    """Those of the whole prompt would have it computed again, past what the KV store has."""
+    desk = Desk()
+    sampling = Sampling(max_tokens=9, prompt_logprobs=1)
+    desk.asks(Generate(1, prompt_token_ids=(5, 6, 7, 8), sampling=sampling))
+    ((seat, submit),) = desk.submits()
+    assert (submit.sampling.prompt_logprobs, submit.num_scores) == (1, 0)
+    desk.says(seat, Tokens(int(seat[10:11]), 1, 1, (score_item(submit, 0, 2),)))
+    desk.scheduler(int(seat[10:11]), 2)
+    ((seat, submit),) = desk.submits()
+    assert (submit.sampling.prompt_logprobs, submit.num_scores) == (1, 2)
+    number, incarnation = int(seat[10:11]), int(seat[12:])
+    desk.says(seat, Tokens(number, incarnation, 1, (score_item(submit, 2, 3),)))
+    desk.produces(seat, submit, 0, 10, seq=2)
+    desk.scheduler(number, incarnation + 1)
+    ((seat, submit),) = desk.submits()
+    assert (submit.sampling.prompt_logprobs, submit.num_scores) == (None, 3)
+    desk.produces(seat, submit, 1, 11, finish="length", seq=1)
+    desk.decodes()
+    desk.decodes()
+    told = desk.told()
+    assert [m for m in told if isinstance(m, PromptLogprobs)][-1].entries == (scored(2),)
+    assert [t for m in told if isinstance(m, Delta) for t in m.token_ids] == [10, 11]
+
+
+@pytest.mark.parametrize(("first_score", "adopted"), [(0, True), (2, False), (3, False)])
+def test_a_new_gateway_runs_anew_what_nobody_tells_it(first_score: int, adopted: bool) -> None:
+    """The last one had scores that this scheduler never made, and took them along."""
+    one = entry(Sampling(seed=1, max_tokens=9, prompt_logprobs=1))
+    desk = Desk(
+        Recovered(msgspec.structs.replace(one, prompt=array("i", [5, 6, 7, 8]).tobytes())), seats=0
+    )
+    desk.core.on_topology(Topology(2, (Seat(0, 1, 1, "member"), Seat(1, 1, 1, "member"))), 0)
+    outputs = array("i", [10, 11]).tobytes()
+    desk.scheduler(0, 1, SequenceInfo("r" * 32, 0, 33, outputs, None, first_score))
+    desk.scheduler(1)
+    assert bool(desk.sent(AbortSequence)) != adopted
+    submits = [submit for _, submit in desk.submits()]
+    asked = [(s.sampling.prompt_logprobs, s.num_scores, s.outputs) for s in submits]
+    assert asked == ([] if adopted else [(1, 0, b"")])
+
+
 @pytest.mark.parametrize("moment", ["waiting", "submitted", "running", "decoding", "held back"])
 def test_abort_in_every_state_gives_one_final_and_no_token(moment: str) -> None:
     desk = Desk(seats=0 if moment == "waiting" else 2)

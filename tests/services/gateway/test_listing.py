@@ -125,6 +125,7 @@ class Row:
     attempt: int = 1
     num_outputs: int = 0
     finish: None = None
+    first_score: int = 0
 
     @property
     def key(self) -> tuple[str, int]:
