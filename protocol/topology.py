@@ -15,6 +15,7 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     scheduler_incarnation: int
     state: SeatState
     scheduler_left: bool = False  # the scheduler before that one ended because it was told to
+    kept_out: bool = False  # it comes into no group before somebody does something about it
 
 
 class Topology(msgspec.Struct, frozen=True, array_like=True):

@@ -74,7 +74,8 @@ class SeatRecord:
     fingerprint: str = ""
     expert_slots: int = 0  # of a layer, that its worker has room for at most; 0: any number
     leaving: bool = False  # is in no group from the next GO on
-    # Is ready, and has room for so few experts that with it there is none for all.
+    # Is ready, and has room for so few experts that with it there is none for all; or its worker has other numerics
+    # than the group.
     kept_out: bool = False
     note: str = ""  # why it comes late, for people
 
@@ -118,7 +119,7 @@ class Group:
     def loading(self, seat: int, incarnation: int) -> None:
         record = self.seats[seat]
         record.incarnation, record.state, record.leaving = incarnation, "loading", False
-        record.note = ""
+        record.note, record.kept_out = "", False
 
     def has_room(self, seat: int, expert_slots: int) -> None:
         """What the seat's worker said of itself."""
@@ -162,6 +163,11 @@ class Group:
             self.change.causes.append(cause)
             return self._advance(now_ns)
         return self._stop(cause, detected_ms, now_ns)  # its peers' steps will not come to an end
+
+    def refused(self, seat: int) -> list[Action]:
+        """Its worker is lost, and no other one is started before somebody asks for it."""
+        self.seats[seat].kept_out = True
+        return self.publish()
 
     def leave(self, seats: Collection[int], cause: str, now_ns: int) -> list[Action]:
         """The members among these seats shall be in no later group, although they live."""
@@ -356,7 +362,14 @@ class Group:
 
     def _publish(self, epoch: int) -> list[Action]:
         seats = tuple(
-            Seat(s.seat, s.incarnation, s.scheduler_incarnation, s.state, s.scheduler_left)
+            Seat(
+                s.seat,
+                s.incarnation,
+                s.scheduler_incarnation,
+                s.state,
+                s.scheduler_left,
+                s.kept_out,
+            )
             for s in self.seats
         )
         topology = Topology(epoch, seats, self.placement, self.fingerprint)

@@ -129,6 +129,7 @@ class Lives:
         actions = self.lose(process, why, "fingerprint", now_ns, now_ns)
         self._core.history.decided(process.spec.name, "not started again")
         process.leaving = True
+        actions += self._core.group.refused(process.spec.seat)
         if self._core.ready_s < 0 or not any(w.alive for w in self._core.workers.values()):
             actions += self._core.fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
         return actions

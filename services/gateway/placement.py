@@ -68,7 +68,7 @@ class Placement:
     def on_topology(self, topology: Topology) -> None:
         for told in topology.seats:
             seat = self.seats.get(told.seat)
-            seat.member = told.state == "member"
+            seat.member, seat.kept_out = told.state == "member", told.kept_out
             if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
                 self._move_all(seat, fell=told.state != "absent")
             seat.worker_incarnation = told.worker_incarnation

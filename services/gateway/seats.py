@@ -48,6 +48,7 @@ class Seat:
     total_blocks: int = 0  # as some scheduler of it last said
     worker_incarnation: int = 0  # as the topology says
     member: bool = True  # until a topology says otherwise
+    kept_out: bool = False  # it comes back when somebody does something about it, if at all
     streams: dict[int, Stream] = field(default_factory=dict)
     handles: dict[int, Stream] = field(default_factory=dict)  # of those, by its scheduler's handles
     next_seq: int = -1  # of its Tokens messages; -1: take the first as it comes
@@ -96,6 +97,11 @@ class Seat:
     def holds(self, tokens: int) -> bool:
         """Whether its KV pool has room for a sequence of so many tokens."""
         return tokens <= self.total_blocks * BLOCK_SIZE
+
+    def may_hold(self, tokens: int) -> bool:
+        """Whether it has, or may come back with: nobody may have told this gateway how large its pool is."""
+        comes = not (self.vacant or self.kept_out)
+        return comes and (self.total_blocks == 0 or self.holds(tokens))
 
     @property
     def has_told(self) -> bool:
@@ -207,8 +213,9 @@ class Seats:
         """Where the next sequence goes; None while no seat takes one.
 
         Args:
-            tokens: A seat whose pool is too small for so many gets it only if no other has more room:
-                ranks that join later may have smaller pools than what was accepted before.
+            tokens: A seat whose pool is too small for so many gets it only if no other has more room, nor may
+                come back with it: ranks that join later may have smaller pools than what was accepted before.
+                Its scheduler refuses it with the numbers, which is its end.
             need: Blocks. A seat that could start with so many at once goes before all that could not, and
                 without one that which lacks the fewest.
             beside: A seat that is preferred as long as it runs at most `worth` sequences more; so many of the
@@ -221,7 +228,7 @@ class Seats:
         if not usable:
             return None
         roomy = [seat for seat in usable if seat.holds(tokens)]
-        if not roomy and any(seat.holds(tokens) for seat in self.by_number.values()):
+        if not roomy and any(seat.may_hold(tokens) for seat in self.by_number.values()):
             return None  # one that holds it is there and busy, or comes back
         usable = roomy or usable
         fit = [seat for seat in usable if seat.has_room(need, resumed)]

@@ -127,6 +127,13 @@ class Story:
         return self.core.group.epoch
 
 
+def kept_out(story: Story) -> list[int]:
+    """Seats of which the topology says so."""
+    published = story.core.group.published
+    assert published is not None
+    return [seat.seat for seat in published.seats if seat.kept_out]
+
+
 def running(ranks: int = 3, http: bool = False) -> Story:
     story = Story(ranks, http)
     story.ready(*story.core.processes).acks(go=2)
@@ -181,6 +188,7 @@ def test_a_worker_with_other_numerics_does_not_join() -> None:
     story.feed(Reaped("worker-1", 2, -9)).wait(10_000)
     assert story.core.processes["worker-1"].incarnation == 2, "a restart would not help"
     assert any("fingerprint is other, the group's is n" in why for why in story.core.reasons())
+    assert kept_out(story) == [1], "nobody waits for it"
 
 
 def test_workers_that_differ_at_the_start_fail_the_node() -> None:
@@ -322,9 +330,23 @@ def test_a_newcomer_with_little_room_does_not_stop_those_who_run() -> None:
     story.acks(stop=5, seats=(0, 2)).acks(go=6, seats=(0, 2))
     assert story.epoch == 6 and story.core.group.members == {0: 1, 2: 1}
     assert story.core.reasons() == ["worker-1 has not joined yet"]
+    assert kept_out(story) == [1]
     story.dies("worker-1").wait(300).ready("worker-1")
+    assert kept_out(story) == [], "its successor may have more"
     story.acks(stop=7, seats=(0, 2)).acks(go=8)
     assert story.epoch == 8 and story.core.group.members == {0: 1, 1: 3, 2: 1}
+
+
+def test_who_follows_one_that_was_kept_out_joins_after_the_change_under_way() -> None:
+    story = running()
+    story.dies("worker-1").acks(stop=3, seats=(0, 2)).acks(go=4, seats=(0, 2))
+    story.feed(BecameReady("worker-1", 2, "n", 1))
+    story.acks(stop=5, seats=(0, 2)).acks(go=6, seats=(0, 2))
+    story.dies("worker-1").dies("worker-2").acks(stop=7, seats=(0,))
+    assert story.core.group.phase is GroupPhase.GOING
+    story.wait(300).ready("worker-1").acks(go=8, seats=(0,))
+    story.acks(stop=9, seats=(0,)).acks(go=10, seats=(0, 1))
+    assert story.core.group.members == {0: 1, 1: 3}
 
 
 def test_a_stopped_group_goes_on_when_nobody_need_be_waited_for() -> None:

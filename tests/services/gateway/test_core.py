@@ -143,50 +143,6 @@ def test_a_bug_that_one_request_meets_refuses_that_one(
     assert desk.start(Sampling(max_tokens=12)) and len(desk.submits()) == 1
 
 
-def test_one_that_fits_only_a_busy_rank_does_not_hold_up_the_others() -> None:
-    """Ranks that joined later have smaller pools than what was accepted before."""
-    desk = Desk(seats=1, capacity=1)
-    large = [desk.start(Sampling(max_tokens=300)) for _ in range(3)]
-    assert [submit.request_id for _, submit in desk.submits()] == large[:1]
-    desk.core.on_topology(Topology(4, (*desk.topology.seats, Seat(1, 1, 1, "member"))), desk.now)
-    desk.says(b"scheduler-1#1", Hello("scheduler-1", "scheduler", 1, 1))
-    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=1, worker_incarnation=1))
-    small = desk.start(Sampling(max_tokens=9))
-    assert [(p, s.request_id) for p, s in desk.submits()] == [(b"scheduler-1#1", small)]
-    desk.asks(Abort(9, large[0]))
-    assert [(p, s.request_id) for p, s in desk.submits()] == [(b"scheduler-0#1", large[1])]
-
-
-def test_one_that_fits_only_the_rank_that_fell_waits_for_it() -> None:
-    """The smaller one would refuse it, which would be its end."""
-    desk = Desk(seats=1)
-    large = desk.start(Sampling(max_tokens=300))
-    ((peer, submit),) = desk.submits()
-    desk.produces(peer, submit, 0, 8, 9)
-    seats = (*desk.topology.seats, Seat(1, 1, 1, "member"))
-    desk.core.on_topology(Topology(4, seats), desk.now)
-    desk.scheduler(1)
-    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=1, worker_incarnation=1))
-    desk.core.on_topology(Topology(6, (Seat(0, 1, 1, "lost"), seats[1])), desk.now)
-    desk.passes(5_000)
-    assert not desk.submits()
-    desk.core.on_topology(Topology(8, (Seat(0, 2, 1, "member"), seats[1])), desk.now)
-    desk.says(b"scheduler-0#1", SeatLoad(0, 1, True, total_blocks=4, worker_incarnation=2))
-    ((peer, submit),) = desk.submits()
-    assert (peer, submit.request_id) == (b"scheduler-0#1", large)
-    assert array("i", submit.outputs).tolist() == [8, 9]
-
-
-def test_the_pool_of_the_smallest_rank_bounds_a_request() -> None:
-    desk = Desk()
-    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=2, worker_incarnation=1))
-    desk.asks(Generate(1, prompt_token_ids=(5,) * 10, sampling=Sampling(max_tokens=247)))
-    (error,) = desk.told()
-    assert isinstance(error, Error) and "257" in error.message and "256" in error.message
-    desk.asks(Generate(2, prompt_token_ids=(5,) * 10, sampling=Sampling(max_tokens=246)))
-    assert isinstance(desk.told()[0], Accepted)
-
-
 def test_sequences_of_one_request_are_spread_with_seeds_of_their_own() -> None:
     desk = Desk()
     desk.start(Sampling(seed=3, max_tokens=5), n=4)
