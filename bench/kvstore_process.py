@@ -170,6 +170,7 @@ class Caller:
     def put_message(self, key: bytes, data: Buffer, *, region: int = 0, **options: Any) -> Put:
         handle = self.region(region, len(data))
         self.arena.data[handle.offset : handle.offset + len(data)] = data
+        options.setdefault("begun_ns", time.monotonic_ns())
         return Put(self.next_call(), key, options.pop("kind", "block"), handle, **options)
 
     def get(self, key: bytes, *, region: int = 0) -> tuple[GetDone, bytes]:

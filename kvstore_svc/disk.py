@@ -27,13 +27,29 @@ from phalanx.kvstore_svc.layout import (
     encode_segment_head,
 )
 from phalanx.protocol import faults
+from phalanx.protocol.rundir import write_whole
 
 STORE_FILE = "store"
+_CLEARED_FILE = "cleared"
 _SEGMENT_NAME = re.compile(r"seg-([0-9a-f]{16})\.kv")
 _STORE = struct.Struct("<8sI16s")
 _STORE_MAGIC = b"PHLXKVST"
 _IOV_MAX = 1024
 _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def write_cleared(directory: Path, now_ns: int) -> None:
+    """Note when (CLOCK_MONOTONIC) everything was forgotten. Raises OSError."""
+    write_whole(directory / _CLEARED_FILE, f"{now_ns}\n".encode())
+
+
+def read_cleared(directory: Path, now_ns: int) -> int:
+    """When everything was forgotten last; below zero: never, or before the machine was started."""
+    try:
+        cleared_ns = int((directory / _CLEARED_FILE).read_bytes())
+    except (OSError, ValueError):
+        return -1
+    return cleared_ns if cleared_ns <= now_ns else -1
 
 
 def remove_segments(directory: Path) -> None:

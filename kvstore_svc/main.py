@@ -4,13 +4,15 @@ A disk that cannot be opened never stops the node: puts are declined, gets miss,
 """
 
 import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, assert_never
 
 from phalanx.kvstore_svc import events
 from phalanx.kvstore_svc.arenas import Arenas
 from phalanx.kvstore_svc.config import StoreConfig
-from phalanx.kvstore_svc.disk import remove_segments
+from phalanx.kvstore_svc.disk import read_cleared, remove_segments, write_cleared
 from phalanx.kvstore_svc.engine import Engine, Reply, new_wake
 from phalanx.kvstore_svc.layout import Kind
 from phalanx.protocol.codec import Decoder, call_of, encode
@@ -66,6 +68,7 @@ class Store:
         self._decoder = Decoder[KVRequest](KVRequest)
         self._look_ns = self._reopen_ns = self._drain_ns = 0
         self._off = ""
+        self._cleared_ns = -1  # CLOCK_MONOTONIC; what was begun by then is not taken
         self._answers: dict[events.Call, PutDone | GetDone | KVCleared] = {}  # oldest first
         self.wake = new_wake()
         service.progress("recover")
@@ -132,6 +135,9 @@ class Store:
             self._send(peer, known)
             return
         match message:
+            case Put() if message.begun_ns <= self._cleared_ns:
+                reason = "it was begun before the store was cleared"
+                self._send(peer, PutDone(message.call, stored=False, durable=False, reason=reason))
             case Put():
                 call = (peer, message.call)
                 self._arenas.expect(call, message.handle, message.deadline_ns)
@@ -201,6 +207,7 @@ class Store:
             self._off = f"{directory}: {error.strerror}"
             return None
         found = engine.recovery
+        self._cleared_ns = max(self._cleared_ns, read_cleared(directory, time.monotonic_ns()))
         self._log.info(
             "store open",
             records=len(engine.core.index),
@@ -213,13 +220,23 @@ class Store:
 
     def _clear(self, engine: Engine) -> None:
         """Whoever asks for a record from here on hears that there is none, also if this process is killed now."""
+        self._cleared_ns = time.monotonic_ns()
+        self._keep_cleared(engine.disk.directory)
         remove_segments(engine.disk.directory)
         for reply in engine.close(CLEAR_S):
             self._answer(reply)
         self._service.beat()
         remove_segments(engine.disk.directory)
+        self._keep_cleared(engine.disk.directory)  # if there was no room for that before
         self._log.info("store cleared")
         self.engine = self._open(lambda fraction: self._service.beat())
+
+    def _keep_cleared(self, directory: Path) -> None:
+        """For the next store process: who computes now may outlive this one."""
+        try:
+            write_cleared(directory, self._cleared_ns)
+        except OSError as error:
+            self._log.warning("cannot note when the store was cleared", error=str(error))
 
     def _without_disk(self, message: KVRequest) -> KVReply:
         match message:

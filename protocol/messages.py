@@ -565,6 +565,7 @@ class Put(Message, frozen=True):
     ack: Literal["memory", "disk"] = "memory"
     ttl_s: int = 0  # 0: the default class
     deadline_ns: int = 0  # CLOCK_MONOTONIC, looked at after the copy; 0: none
+    begun_ns: int = 0  # CLOCK_MONOTONIC: when what was computed was begun; 0: unknown
 
 
 class PutDone(Message, frozen=True):
@@ -607,7 +608,8 @@ class KVStats(Message, frozen=True):
 
 
 class KVClear(Message, frozen=True):
-    """Forget every record, on the disk too."""
+    """Forget every record, on the disk too, and take none from now on whose computation has begun by now: what is to
+    be forgotten may be part of it."""
 
     call: int
 

@@ -41,6 +41,7 @@ class _Job:
     blocks: list[int]
     region: int  # of the snapshot arena
     end: bytes  # key of the block where the state is kept; empty: all keys are still to be computed
+    begun_ns: int  # see `Sequence`
 
 
 @dataclass(slots=True)
@@ -135,7 +136,8 @@ class Offload:
             return
         self._pool.retain(blocks)
         self._held += len(blocks)
-        self._jobs.append(_Job(tokens, keys, blocks, chunk.region, end))
+        begun_ns = chunk.sequence.begun_ns
+        self._jobs.append(_Job(tokens, keys, blocks, chunk.region, end, begun_ns))
 
     def _known_keys(self, sequence: Sequence, tokens: bytes) -> list[bytes]:
         """Of all blocks of `tokens`, its first ones, if few of them are still to be computed; else none."""
@@ -168,24 +170,24 @@ class Offload:
             if key in self._stored:
                 self._let_go(block)
             else:
-                puts.append(self._put(_Pin(block, -1, key, deadline_ns)))
+                puts.append(self._put(_Pin(block, -1, key, deadline_ns), job.begun_ns))
         if end in self._states:
             self._regions.append(job.region)
         else:
-            puts.append(self._put(_Pin(-1, job.region, end, deadline_ns)))
+            puts.append(self._put(_Pin(-1, job.region, end, deadline_ns), job.begun_ns))
         return puts
 
-    def _put(self, pin: _Pin) -> Put:
-        call = next(self._calls)
+    def _put(self, pin: _Pin, begun_ns: int) -> Put:
+        call, hello = next(self._calls), self._hello
         self._pins[call] = pin
-        hello = self._hello
         if pin.block >= 0:
             at, size = pin.block * hello.block_bytes, hello.block_bytes
             handle = Handle(hello.block_arena, at, size, (size,), "u1", 0, self._block_generation)
-            return Put(call, pin.key, "block", handle, deadline_ns=pin.deadline_ns)
+            return Put(call, pin.key, "block", handle, "memory", 0, pin.deadline_ns, begun_ns)
         at, size = pin.region * hello.slot_bytes, hello.slot_bytes
         handle = Handle(hello.snapshot_arena, at, size, (size,), "u1", 0, self._state_generation)
-        return Put(call, state_key(pin.key), "state", handle, deadline_ns=pin.deadline_ns)
+        key = state_key(pin.key)
+        return Put(call, key, "state", handle, "memory", 0, pin.deadline_ns, begun_ns)
 
     def done(self, answer: PutDone) -> None:
         pin = self._pins.pop(answer.call, None)

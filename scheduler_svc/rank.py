@@ -223,6 +223,7 @@ class Rank:
         self.pool.retain(leader.blocks[:shared])
         if not follower.num_outputs:
             follower.cached = leader.cached
+        follower.begun_ns = min(follower.begun_ns, leader.begun_ns)
         self._take_slot(follower, leader.blocks[:shared] + own)
         self._prefill(follower)
         row = follower.row

@@ -60,6 +60,7 @@ class Sequence(msgspec.Struct, eq=False):
     resumed: bytes  # int32 ids: the outputs that came with Submit
     max_outputs: int
     arrival_ns: int
+    begun_ns: int  # nothing that its blocks come from was computed before
     # Place in the waiting queue, smaller goes first: 0 if it is ahead of arrivals else 1, then the time.
     order: tuple[int, int, int]
     handle: int  # its name in TokenRows
@@ -217,6 +218,7 @@ def sequence_of(
         resumed=submit.outputs,
         max_outputs=max_outputs,
         arrival_ns=now_ns,
+        begun_ns=now_ns,
         order=order,
         handle=order[2],
         copy_key=copy_key(submit.copies_as or submit.request_id, submit.index),

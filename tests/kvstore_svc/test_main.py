@@ -78,6 +78,23 @@ def test_a_cleared_store_has_nothing_and_goes_on(store: StoreProcess, caller: Ca
     assert caller.get(key_of(1))[1] == data_of(30)
 
 
+def test_what_was_begun_before_a_clear_is_not_taken_after_it(
+    store: StoreProcess, caller: Caller
+) -> None:
+    """It rests on what was to be forgotten, or on a rank that computed wrong numbers; a crash changes nothing."""
+    begun_ns = time.monotonic_ns()
+    assert caller.put(key_of(1), data_of(1), begun_ns=begun_ns).stored
+    caller.ask(KVClear(caller.next_call()))
+    for _ in range(2):
+        late = caller.put(key_of(2), data_of(2), begun_ns=begun_ns)
+        assert not late.stored and "before the store was cleared" in late.reason
+        assert not caller.put(key_of(2), data_of(2), begun_ns=0).stored, "nobody knows when"
+        store.kill()
+        store.start()
+    assert caller.put(key_of(3), data_of(3)).stored
+    assert caller.contains(key_of(1)) == caller.contains(key_of(2)) == 0
+
+
 def test_a_window_state_has_a_size_class_of_its_own(store: StoreProcess) -> None:
     state = data_of(9, 3_100_000)
     with Caller(store, nbytes=len(state), incarnation=2) as caller:

@@ -40,6 +40,16 @@ def test_a_prompt_is_put_with_the_state_at_its_last_full_block() -> None:
     assert story.outputs(0) == story.expected(0, 4)
 
 
+def test_puts_tell_when_their_sequence_came() -> None:
+    """The store refuses those of before it was cleared."""
+    story = Story(store=True)
+    came_ns = story.now_ns
+    story.submit(0, 300, max_tokens=4)
+    story.later(1_000)
+    story.run()
+    assert {put.begun_ns for put in puts(story)} == {came_ns}
+
+
 @pytest.mark.parametrize("length", [127, 128, 129, 256])
 def test_borders(length: int) -> None:
     story = Story(store=True, checkpoint_tokens=0)

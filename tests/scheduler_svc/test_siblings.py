@@ -76,6 +76,20 @@ def test_an_abandoned_step_of_theirs_is_done_again(abandoned: int) -> None:
     assert story.free == (8, 8)
 
 
+def test_one_that_is_forked_was_begun_with_the_first() -> None:
+    """The store refuses blocks of before it was cleared: those that it shares, too."""
+    story = Story(num_blocks=20, max_num_batched_tokens=200)
+    story.submit(0, LONG, seed=0)
+    came_ns = story.now_ns
+    story.later(1_000)
+    ids = np.array(LONG, np.int32).tobytes()
+    story.event(Submit(7, request_id(0), 1, 0, ids, story.prompts[0][1]))
+    story.step(3)
+    first, second = story.core.sequences.values()
+    assert second.blocks[:3] == first.blocks[:3] and second.arrival_ns > came_ns
+    assert first.begun_ns == second.begun_ns == came_ns
+
+
 def test_one_that_comes_too_late_computes_it_itself() -> None:
     story = Story(num_blocks=20)
     (late,) = move(Story(num_blocks=20), LONG, 5, 9)
