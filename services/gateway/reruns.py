@@ -71,6 +71,8 @@ class Reruns:
         try:
             if self._admission.draining:
                 raise Refused(Code.SHUTDOWN, "the node is shutting down and runs nothing again")
+            if message.seat >= 0:
+                self._placement.seats.check_rank(message.seat)
             past = self._past(message.request_id, requests)
             if past.entry.model != self._model.name:
                 text = (

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from phalanx.protocol.errors import Code, Refused
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import SeatLoad
 from phalanx.services.gateway.entries import Placed
@@ -157,6 +158,19 @@ class Seats:
     def unheard(self) -> list[Seat]:
         """The topology tells of their schedulers, which have not said a word to this gateway."""
         return [s for s in self.by_number.values() if s.incarnation and not s.peer and not s.vacant]
+
+    def check_rank(self, number: int) -> None:
+        """Raises Refused unless something can be run there now."""
+        known = sorted(n for n, seat in self.by_number.items() if not seat.vacant)
+        members = [n for n in known if self.by_number[n].member]
+        if number in members:
+            return
+        if known and number not in known:
+            there = ", ".join(map(str, known))
+            raise Refused(Code.BAD_REQUEST, f"there is no rank {number}; there are: {there}")
+        others = ", ".join(map(str, members)) or "none"
+        text = f"rank {number} is not in the group now; in it are: {others}"
+        raise Refused(Code.NOT_READY, text)
 
     def usable(self, now_ns: int) -> list[int]:
         """The numbers of those that take sequences."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from phalanx.protocol.errors import ConfigError, ExitCode
+from phalanx.protocol.errors import Code, ConfigError, ExitCode, Refused
 from phalanx.protocol.limits import MAX_SEATS
 from phalanx.protocol.messages import Replayed, ReplayedSequence
 from phalanx.services.client import GatewaySilent
@@ -49,6 +49,9 @@ def replay(
     with open_client(find_run_dir(run_dir)) as client:
         try:
             found = client.replay(request_id, seat=-1 if rank is None else rank, timeout=timeout)
+        except Refused as error:
+            wrong = error.code is Code.BAD_REQUEST
+            raise (ConfigError(str(error)) if wrong else error) from None
         except GatewaySilent as error:
             raise NoAnswer(f"the replay was not done within {timeout:g} s") from error
     if as_json:

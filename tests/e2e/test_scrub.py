@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from e2e.node import Node, wait_for
+from phalanx.protocol.errors import Refused
 from phalanx.protocol.messages import Difference, ExpertFinding, Sampling, StatusQuery, StatusReply
 from phalanx.services.client import Client, Spec
 from phalanx.supervisor.ask import ask
@@ -24,10 +25,14 @@ def difference(client: Client, request_id: str, seat: int) -> Difference | None:
     """What a replay on the rank finds; once more when the rank was lost meanwhile (a starved machine)."""
     deadline = time.monotonic() + 120
     while True:
-        (sequence,) = client.replay(request_id, seat=seat).sequences
-        lost = sequence.difference is not None and sequence.difference.what == "error"
-        if not lost or time.monotonic() > deadline:
-            return sequence.difference
+        try:
+            (sequence,) = client.replay(request_id, seat=seat).sequences
+        except Refused:
+            assert time.monotonic() < deadline, "the rank did not come back"
+        else:
+            lost = sequence.difference is not None and sequence.difference.what == "error"
+            if not lost or time.monotonic() > deadline:
+                return sequence.difference
         time.sleep(0.2)
 
 

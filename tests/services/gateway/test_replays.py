@@ -219,7 +219,29 @@ def test_a_rank_can_be_named_and_may_be_lost() -> None:
     assert found.sequences[0].difference is not None
     assert found.sequences[0].difference.what == "error" and "rank 1" in str(found)
     desk.asks(Replay(10, rid, 1))
-    assert not replayed(desk).equal and not desk.submits() and desk.core.idle
+    error = refused(desk)
+    assert error.code is Code.NOT_READY and "rank 1 is not in the group now; in it are: 0" in str(
+        error
+    )
+    assert not desk.submits() and desk.core.idle
+
+
+def test_a_rank_that_there_is_not_is_no_difference() -> None:
+    """An operator mistypes it: "not equal" would say that the node computes wrong numbers."""
+    desk = Desk(seats=3)
+    rid, _ = ended(desk)
+    desk.asks(Replay(5, rid, 7))
+    error = refused(desk)
+    assert (error.code, error.message) == (
+        Code.BAD_REQUEST,
+        "there is no rank 7; there are: 0, 1, 2",
+    )
+    gone = msgspec.structs.replace(desk.topology.seats[1], state="absent", scheduler_incarnation=0)
+    seats = (desk.topology.seats[0], gone, desk.topology.seats[2])
+    desk.core.on_topology(msgspec.structs.replace(desk.topology, seats=seats), desk.now)
+    desk.asks(Replay(6, rid, 1))
+    assert refused(desk).message == "there is no rank 1; there are: 0, 2"
+    assert not desk.submits() and desk.core.idle
 
 
 def test_it_moves_with_its_tokens_when_any_rank_may_run_it() -> None:
