@@ -9,13 +9,16 @@ import re
 import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import get_args
 
+from phalanx.protocol import messages
 from phalanx.protocol.errors import Code, ConfigError
 from phalanx.protocol.failpoints import NAMES, kind_of
 from phalanx.protocol.fault_table import Action, Fault, FaultKind, MessageKind
 from phalanx.protocol.limits import FAULTS_MAX
-from phalanx.protocol.messages import Error, Inject, Injected
+from phalanx.protocol.messages import Error, Inject, Injected, Message
+from phalanx.protocol.placement import Placement, copies
 from phalanx.supervisor.events import Kill
 
 # `gpu-loss` is what the node sees of a lost GPU.
@@ -27,6 +30,11 @@ SIGNALS = {
 }
 ACTIONS: tuple[Action, ...] = get_args(Action)
 MESSAGES: tuple[MessageKind, ...] = get_args(MessageKind)
+MESSAGE_TYPES = frozenset(
+    name
+    for name, kind in vars(messages).items()
+    if isinstance(kind, type) and issubclass(kind, Message)
+)
 WRITTEN: dict[str, FaultKind] = {
     **{kind: kind for kind in MESSAGES},
     "slow": "slow",
@@ -64,6 +72,7 @@ class Injector:
     Args:
         processes: names of all processes of the node, live or not; looked at each time.
         came_up: (process, slot) -> how often that fault of it was passed, or hit something.
+        placement: which experts the ranks have; None: not yet.
     """
 
     def __init__(
@@ -72,9 +81,10 @@ class Injector:
         rng: random.Random,
         processes: Collection[str] = (),
         came_up: Callable[[str, int], int] = lambda name, slot: 0,
+        placement: Callable[[], Placement | None] = lambda: None,
     ) -> None:
         self._enabled, self._rng = enabled, rng
-        self._processes, self._came_up = processes, came_up
+        self._processes, self._came_up, self._placement = processes, came_up, placement
         self._stopped: list[tuple[int, Kill]] = []  # when each goes on, and how
         self._halted: dict[str, int] = {}  # name -> incarnation of those that were sent SIGSTOP
         self._faults: dict[str, tuple[Fault, ...]] = {}
@@ -124,6 +134,9 @@ class Injector:
             if kind == "clear":
                 return chosen, [*map(self._clear, chosen), *self._go_on(chosen, living)]
             self._check_escape(request, chosen)
+            placement = self._placement()
+            if kind == "bitflip" and request.only and placement is not None:
+                chosen = _that_have(request.only, placement, chosen)
             return chosen, [self._add(name, request, now_ns) for name in chosen]
         there = {*living}
         if kind == "list":  # a fault may wait for a process that is yet to start
@@ -266,6 +279,11 @@ def _check(request: Inject) -> None:
         raise ConfigError(f"only a failpoint has an action and nth, {kind} has not")
     if kind == "bitflip" and request.only and not re.fullmatch(r"\d+\.\d+", request.only):
         raise ConfigError(f"only is {request.only!r}, allowed: LAYER.EXPERT, as 3.17")
+    if kind in MESSAGES and request.only and request.only not in MESSAGE_TYPES:
+        near = get_close_matches(request.only, MESSAGE_TYPES, 3)
+        hint = f"; is it {' or '.join(near)}?" if near else ""
+        text = f"there is no message {request.only!r}: protocol/messages.py has their names{hint}"
+        raise ConfigError(text)
     if request.only and kind not in (*MESSAGES, "failpoint", "bitflip"):
         raise ConfigError(f"{kind} is not about messages: it has no `only`")
 
@@ -293,6 +311,24 @@ def _fit(request: Inject, names: list[str]) -> list[str]:
             return [name for name in names if _kind(name) == "worker"]
         case _:
             return names
+
+
+def _that_have(only: str, placement: Placement, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """Those workers that have the expert LAYER.EXPERT. Raises ConfigError when none has."""
+    layer, expert = map(int, only.split("."))
+    layers, experts = len(placement.physical_to_logical), placement.num_experts
+    if layer >= layers or expert >= experts:
+        raise ConfigError(
+            f"only is {only!r}: the model has layers 0 to {layers - 1} with experts 0 to {experts - 1}"
+        )
+    seats = {seat for seat, _ in copies(placement, layer)[expert]}
+    holders = [f"worker-{seat}" for seat in sorted(seats)]
+    if not (found := tuple(name for name in chosen if name in holders)):
+        raise ConfigError(
+            f"expert {expert} of layer {layer} is not at {', '.join(chosen)}, it is at"
+            f" {', '.join(holders)}"
+        )
+    return found
 
 
 def _kind(name: str) -> str:

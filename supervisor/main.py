@@ -149,7 +149,8 @@ class Node:
         self._later = Later(self._starts.forks)
         self._interrupts = 0
         self._injector = Injector(
-            config.fault_injection, random.Random(), self._core.processes, self._came_up
+            *(config.fault_injection, random.Random(), self._core.processes, self._came_up),
+            lambda: placements.current,
         )
         self._weights: WeightsKeeper | None = None
         self._faults: FaultTable | None = None

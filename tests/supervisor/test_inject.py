@@ -13,6 +13,7 @@ from supervisor.node import TestNode, until
 from phalanx.protocol.errors import Code, ConfigError
 from phalanx.protocol.fault_table import Fault
 from phalanx.protocol.messages import Error, Inject, Injected
+from phalanx.protocol.placement import initial_placement
 from phalanx.supervisor.events import Kill
 from phalanx.supervisor.inject import KINDS, MS_MAX, Injector, SetFaults, targets
 
@@ -147,6 +148,7 @@ def test_nothing_happens_unless_enabled() -> None:
         Inject(3, "drop", "supervisor"),
         Inject(3, "delay", "worker"),
         Inject(3, "slow", "worker", 5, only="Tokens"),
+        Inject(3, "drop", "gateway", only="Token"),
         Inject(3, "diskfull", "worker-0"),
         Inject(3, "drop", "worker", action="kill"),
         Inject(3, "bitflip", "worker", only="layer 3"),
@@ -191,6 +193,27 @@ def test_a_process_is_told_what_to_do_wrong_to_itself() -> None:
 def test_a_bit_is_flipped_once() -> None:
     (fault,) = rows(Inject(1, "bitflip", "all", only="3.17"))["worker-10"]
     assert fault == Fault(0, "bitflip", "3.17", count=1)
+
+
+def test_a_bit_is_flipped_where_the_expert_is() -> None:
+    """One that is nowhere, or at no worker that was named, would be flipped without a word."""
+    placement = initial_placement(4, 6, (0, 1, 10), 2)
+    one = Injector(True, random.Random(1), LIVING, placement=lambda: placement)
+
+    def hit_by(target: str, only: str) -> tuple[str, ...] | str:
+        reply, actions = one.handle(Inject(1, "bitflip", target, only=only), LIVING, 0)
+        if isinstance(reply, Error):
+            assert not actions and reply.code is Code.BAD_REQUEST
+            return reply.message
+        assert isinstance(reply, Injected) and len(actions) == len(reply.injected)
+        return reply.injected
+
+    assert hit_by("all", "3.2") == hit_by("worker-1", "3.2") == ("worker-1",)
+    assert hit_by("worker-0", "3.2") == "expert 2 of layer 3 is not at worker-0, it is at worker-1"
+    whole = "the model has layers 0 to 3 with experts 0 to 5"
+    assert hit_by("all", "99.99") == f"only is '99.99': {whole}"
+    assert hit_by("all", "4.0") == f"only is '4.0': {whole}"
+    assert hit_by("all", "") == ("worker-0", "worker-1", "worker-10")
 
 
 def test_a_failpoint_is_armed_in_processes_that_pass_it() -> None:
