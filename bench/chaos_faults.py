@@ -9,7 +9,7 @@ MEAN_GAP_S = 2.5
 SOON_S = 0.12  # a second fault comes within this time, into the recovery from the first
 SOON_SHARE = 0.3
 STOP_SHARE = 0.25
-STOP_MS = (50, 400, 1_200, 4_000)  # a pause is nothing, or a hang: 1.5 s is the bound
+STOP_MS = (50, 400, 1_200, 4_000)  # a pause is nothing, or a hang: 1.35 s is the bound
 # The node gives a process up at its ninth death within a minute, which is not what chaos looks for.
 DEATHS_MAX = 6
 WINDOW_S = 60.0

@@ -36,7 +36,9 @@ LIST_BYTES_MAX = 1 << 20
 BEAT_PERIOD_MS = 250
 HEALTH_REPEAT_MS = 2_000  # the gateway is told the node's health again, in case a word was lost
 TROUBLE_MS = 3 * HEALTH_REPEAT_MS  # what a process lacks counts as over when it is not said again
-HANG_MS = 1_500  # a process without progress for this long is killed
+# A process without progress for this long is killed: noticed and done within 1.5 s, two looks at it and a lost CPU
+# slice included.
+HANG_MS = 1_350
 SUSPECT_MS = 450  # of silence, in its own time as far as known: health names it within a second
 TOLD_MS = 5_000  # of silence, whatever the reason: health names it
 # A rank that peers wait for may sleep in the kernel for so long at a stretch (a page from a disk, a driver).

@@ -151,7 +151,7 @@ def test_queues_are_readable_while_a_scheduler_is_stopped(three: Node) -> None:
         (found,) = three("queues")
         assert [rank["slot"] for rank in found["ranks"]] == [0, 1, 2]
     finally:
-        with contextlib.suppress(ProcessLookupError):  # replaced meanwhile: it hung for over 1.5 s
+        with contextlib.suppress(ProcessLookupError):  # replaced meanwhile: it hung for too long
             os.kill(pid, signal.SIGCONT)
     three.wait_healthy()
 
