@@ -20,6 +20,7 @@ import msgspec
 
 from phalanx.protocol.errors import ExitCode
 from phalanx.protocol.rundir import LOG_DIR, open_output
+from phalanx.protocol.title import show_arguments
 
 READY = b"ready"  # said once, when it can fork
 ORDER = b"f"
@@ -62,7 +63,10 @@ def await_turn(run_dir: Path, *own_fds: int) -> tuple[Turn, int]:
         os.close(fd)
     os.set_inheritable(death_fd, False)
     os.setpgid(0, 0)
-    return _take(run_dir, turn_fd), death_fd
+    turn = _take(run_dir, turn_fd)
+    told = {f"--{name}": value for name, value in msgspec.structs.asdict(turn).items()}
+    show_arguments({**told, "--death-fd": death_fd}, but="--standby")
+    return turn, death_fd
 
 
 def _read_nothing() -> None:

@@ -177,6 +177,8 @@ print("waits", flush=True)
 death_fd = int(sys.argv[sys.argv.index("--death-fd") + 1])
 turn, death_fd = await_turn(Path(sys.argv[sys.argv.index("--run-dir") + 1]), death_fd)
 sockets = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+shown = Path("/proc/self/cmdline").read_text().replace("\\0", " ").strip()
+print(shown, "<", death_fd, flush=True)
 links = [os.readlink(f"/proc/self/fd/{fd}") for fd in sockets]
 print(turn.name, turn.incarnation, turn.index, turn.seat,
       os.getpgid(0) == os.getpid(), sum(link.startswith("socket:") for link in links),
@@ -235,6 +237,11 @@ def test_a_standby_forks_whoever_needs_it_again_and_again(tmp_path: Path, spawne
         assert told[4:] == ["True", "0", "/dev/null"], (
             "a group of its own, no line to the supervisor"
         )
+        title = (tmp_path / LOG_DIR / f"{spec.name}.out").read_text().splitlines()[-2]
+        shown, _, death_fd = title.partition(" < ")
+        mine = f"--name {spec.name} --incarnation {incarnation} --index {spec.index}"
+        assert f" {mine} --seat {spec.seat} --death-fd {death_fd} " in shown, "by `ps`"
+        assert "--standby" not in shown
         assert os.read(child.death_fd, 1) == b"", "closed, though the process that forked it lives"
     assert spawner._standbys["worker-next"].child.pid == standby
     assert (tmp_path / LOG_DIR / "worker-next.out").read_text() == "waits\n"
