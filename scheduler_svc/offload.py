@@ -50,6 +50,7 @@ class _Pin:
     region: int
     key: bytes  # of the block; of the block behind which the state is
     deadline_ns: int
+    lost: bool = False  # put before it was heard that the store is gone
 
 
 class Offload:
@@ -207,19 +208,24 @@ class Offload:
             self._states.pop(key, None)
 
     def lost(self) -> None:
-        """The store is gone or takes nothing: nobody reads any more. The next one may have less than it had."""
+        """The store is gone. The next one may have less than it had.
+
+        That is heard late, perhaps when the next one was asked already. So what was put is held as long as if
+        nothing had happened.
+        """
         self._stored.clear()
         self._states.clear()
-        pins, self._pins = self._pins, {}
-        for pin in pins.values():
-            self._unpin(pin)
+        for pin in self._pins.values():
+            pin.lost = True
 
     def expire(self, now_ns: int) -> None:
         if self._pins and next(iter(self._pins.values())).deadline_ns < now_ns:
             late = [call for call, pin in self._pins.items() if pin.deadline_ns < now_ns]
-            for call in late:
-                self._unpin(self._pins.pop(call))
-            self._quiet_until_ns = now_ns + QUIET_MS * 1_000_000
+            pins = [self._pins.pop(call) for call in late]
+            for pin in pins:
+                self._unpin(pin)
+            if not all(pin.lost for pin in pins):
+                self._quiet_until_ns = now_ns + QUIET_MS * 1_000_000
 
     def _unpin(self, pin: _Pin) -> None:
         if pin.block >= 0:

@@ -88,18 +88,34 @@ def test_they_come_back_at_the_deadline_and_the_store_has_a_rest() -> None:
     assert len(puts(story)) == 3
 
 
-@pytest.mark.parametrize("end", [StoreLost(), WorkerLost()])
-def test_a_death_ends_the_wait(end: object) -> None:
+def test_the_death_of_the_worker_ends_the_wait() -> None:
     story = Story(store=True)
     story.submit(0, 300, max_tokens=2)
     story.run()
     late, story.puts = puts(story), []
-    story.event(end)
-    if isinstance(end, WorkerLost):
-        story.event(story.worker.hello())
+    story.event(WorkerLost())
+    story.event(story.worker.hello())
     assert story.free == (19, 8)
     story.event(*(PutDone(put.call, True, False) for put in late))
     assert story.free == (19, 8)
+
+
+def test_the_next_store_may_have_them_when_the_death_of_the_last_one_is_heard() -> None:
+    story = Story(store=True)
+    for number in range(2):
+        story.submit(number, 300, max_tokens=2)
+        story.run()
+        late, story.puts = puts(story), []
+        story.event(StoreLost())
+        assert len(late) == 3 and story.free == (17, 8)
+        if number == 0:
+            story.event(*(PutDone(put.call, True, False) for put in late))
+        else:
+            story.later(offload.PUT_DEADLINE_MS + 1)
+        assert story.free == (19, 8)
+    story.submit(2, 300, max_tokens=2)  # no rest: the next store is not to blame
+    story.run()
+    assert len(puts(story)) == 3
 
 
 def test_a_common_prefix_is_put_once() -> None:

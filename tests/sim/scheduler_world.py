@@ -494,7 +494,14 @@ class World:
     def _lose_store(self) -> None:
         self.store_incarnation += 1  # what it had not copied yet, it never copies
         for rank in self.ranks:
-            rank.event(StoreLost())
+            core = rank.core
+            late_ns = self.side.choice((0, self.side.randrange(100) * MS))
+
+            def told(rank: RankUnderTest = rank, core: Scheduler = core) -> None:
+                if rank.core is core:
+                    rank.event(StoreLost())
+
+            self.after(late_ns, told)
 
     def _at_random(self, then: Callable[[], None]) -> None:
         self.after(self.rng.randrange(FAULTS_END_NS), then)
