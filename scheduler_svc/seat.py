@@ -40,7 +40,9 @@ class SeatLink:
         """Take the topology's word for who the worker is. True: the one that we had is gone."""
         before, self._worker = self._worker, seat.worker_incarnation
         was_gone, self._gone = self._gone, seat.state in ("lost", "absent")
-        if before not in (0, self._worker):
+        # One that had left, and need not after all, says hello on a new link: it has been given up here.
+        returned = was_gone and not self._gone and not self.expects_hello
+        if before not in (0, self._worker) or returned:
             self._link.close()
             self._open()
             return True

@@ -116,3 +116,25 @@ def test_a_lost_worker_is_said_once(board: Board, link: SeatLink, state: str) ->
     worker.send_result(HashWorker(1, 4, 2).hello())
     assert link.receive() == []
     worker.close()
+
+
+@pytest.mark.parametrize("state", ["loading", "joining", "member"])
+def test_one_that_was_to_leave_and_stays_says_hello_again(
+    board: Board, link: SeatLink, state: str
+) -> None:
+    """It is given up once it is absent; and it says hello once on a link."""
+    link.follow(seat(1))
+    worker = worker_end(board)
+    worker.send_result(HashWorker(1, 4, 2).hello())
+    assert link.receive() == [hello(1)]
+    link.follow(seat(1, "absent"))
+    link.follow(seat(1, state))
+    assert link.expects_hello and board.seats[4].link == (3 << 32) | 2
+    worker.send_result(RESULT)
+    assert link.receive() == []
+    again = worker_end(board)
+    again.send_result(HashWorker(1, 4, 2).hello())
+    assert link.receive() == [hello(1)]
+    assert link.follow(seat(1)) is False and not link.expects_hello
+    worker.close()
+    again.close()

@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from supervisor.test_core import Story, running
+from supervisor.test_core import MS, Story, running
 
 from phalanx.protocol.errors import Code, ExitCode
 from phalanx.protocol.limits import (
@@ -415,3 +415,18 @@ def test_the_answers_of_several_changes_are_given_again() -> None:
         again = answer(ask(story, Restart(call, (name,), 60.0)))
         assert isinstance(again, Restarted) and again.call == call
         assert story.core.changes.told == "", "it was done once"
+
+
+def test_a_worker_that_has_just_left_when_the_time_is_up_comes_back() -> None:
+    """Its scheduler is told both: it says hello to it once more (`scheduler_svc/seat.py`)."""
+    story = ask(running(), Restart(7, ("worker-1",), 0.2)).acks(stop=3, seats=(0, 1))
+    story.now_ns += 300 * MS
+    story.acks(stop=3, seats=(2,))
+    assert not any(isinstance(action, Kill) for action in story.actions)
+    (left,) = [a.topology.seats[1] for a in story.actions if isinstance(a, Publish)]
+    assert left.state == "absent" and isinstance(answer(story), Error)
+    story.acks(go=4, seats=(0, 2)).acks(stop=5, seats=(0, 2))
+    (came,) = [publish.topology.seats[1] for publish in story.take(Publish)]
+    assert (came.state, came.worker_incarnation) == ("member", left.worker_incarnation)
+    story.acks(go=6)
+    assert not story.core.reasons()
