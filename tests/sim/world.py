@@ -390,6 +390,8 @@ class World:
             return False
         if any(question.reply is None and not client.dead for client, question in self.replays):
             return False
+        if node.checks.idle_seats():
+            return False
         return not what_is_left(node.gateway) and all(
             not scheduler.core.sequences
             and not scheduler.core.busy

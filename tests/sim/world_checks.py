@@ -127,8 +127,17 @@ class WorldChecks(Checks):
         gateway = node.gateway
         self.require(gateway is not None, "there is no gateway")
         assert gateway is not None
+        idle = self.idle_seats()
+        self.require(not idle, f"the gateway gives nothing to the seats {idle} of a whole node")
         left = what_is_left(gateway)
         self.require(not left, f"the gateway still has {left}")
+
+    def idle_seats(self) -> list[int]:
+        """Those that could be given nothing now, though somebody sits there."""
+        node = self.host
+        seats = node.gateway.core._placement.seats if node.gateway is not None else None
+        usable = seats.usable(node.now_ns) if seats is not None else []
+        return sorted(node.core.workers.keys() - usable)
 
 
 def what_is_left(body: "GatewayBody") -> str:
