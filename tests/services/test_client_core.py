@@ -286,16 +286,23 @@ def test_a_final_before_the_tokens_that_are_here_is_counted() -> None:
     assert flow.done and line.core.ended.counts == {"tokens": 1}
 
 
-def test_a_forgotten_request_is_sent_anew_with_its_seed() -> None:
-    line = Line()
-    flow = line.start()
+def forgotten(line: Line, flow: Flow) -> Generate:
+    """It is accepted and has two tokens when another gateway comes, which does not know it: what is sent then."""
     line.accept(flow)
     line.hears(delta(0, 5, 6))
     line.passes(200, alive=1)
     (attach,) = line.passes(300, alive=2)
     line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "?"))
     (again,) = line.sent()
-    assert isinstance(again, Generate) and again.sampling.seed == 42 and again.call != 0
+    assert isinstance(again, Generate)
+    return again
+
+
+def test_a_forgotten_request_is_sent_anew_with_its_seed() -> None:
+    line = Line()
+    flow = line.start()
+    again = forgotten(line, flow)
+    assert again.sampling.seed == 42 and again.call != 0
     line.hears(Accepted(again.call, "r2", 42, 2, 1))
     # Nothing of it is taken before the gateway has compared what is here with its beginning.
     (prove,) = line.sent()
@@ -313,12 +320,7 @@ def test_a_forgotten_request_waits_for_room_to_be_made_again() -> None:
     """It was accepted once, so it does not end because the node that begins anew is full."""
     line = Line()
     flow = line.start(timeout_ms=60_000)
-    line.accept(flow)
-    line.hears(delta(0, 5, 6))
-    line.passes(200, alive=1)
-    (attach,) = line.passes(300, alive=2)
-    line.hears(Error(attach.call, Code.UNKNOWN_REQUEST, "?"))
-    (again,) = line.sent()
+    again = forgotten(line, flow)
     for code in (Code.OVERLOADED, Code.NOT_READY):
         line.hears(Error(again.call, code, "full", 700))
         assert flow.error is None
