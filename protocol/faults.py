@@ -11,13 +11,14 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.protocol.fault_table import Fault, FaultRow, FaultTable
 
 MS = 1_000_000
 _TYPE_AT = 1  # behind the map's first byte: b"\xa4type", then the length and the name
 _TYPE_KEY = b"\xa4type"
+Taken = TypeVar("Taken")  # how it was taken
 _MESSAGES = ("drop", "delay", "duplicate", "corrupt")
 
 
@@ -123,14 +124,15 @@ class Faults:
         at, bit = self.rng.randrange(len(frame)), 1 << self.rng.randrange(8)
         return frame[:at] + bytes([frame[at] ^ bit]) + frame[at + 1 :]
 
-    def leave(self, frame: bytes, sealed: bool, send: Callable[[bytes], bool]) -> bool:
+    def leave(self, frame: bytes, sealed: bool, send: Callable[[bytes], Taken]) -> bool | Taken:
         """Send what becomes of the frame. A dropped one counts as sent: so it is with lost ones."""
-        taken = True
+        taken: bool | Taken = True
         for wait_ns, copy in self.fates(frame, sealed):
             if wait_ns:
                 self._leaving.append((self.clock() + wait_ns, lambda copy=copy: send(copy)))  # type: ignore[misc]
             else:
-                taken = send(copy) and taken
+                sent = send(copy)
+                taken = taken and sent
         return taken
 
     def arrive(self, socket: Any, peer: bytes, frame: bytes, sealed: bool) -> list[bytes]:

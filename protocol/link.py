@@ -153,8 +153,8 @@ def unseal(frame: bytes) -> bytes | None:
     return None
 
 
-def send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool:
-    """ROUTER: send to one peer without waiting. False when the peer is gone or its queue is full."""
+def send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool | None:
+    """ROUTER: send to one peer without waiting. False when its queue is full, None when it is gone."""
     sealed = seals(identity)
     if sealed:
         frame = seal(frame)
@@ -163,14 +163,14 @@ def send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool:
     return _send_to(socket, identity, frame)
 
 
-def _send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool:
+def _send_to(socket: "zmq.Socket[bytes]", identity: bytes, frame: bytes) -> bool | None:
     try:
         socket.send_multipart([identity, frame], flags=zmq.NOBLOCK)
     except zmq.Again:
         return False
     except zmq.ZMQError as error:
-        if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-            return False
+        if error.errno == zmq.EHOSTUNREACH:
+            return None
         raise
     return True
 

@@ -18,7 +18,7 @@ MS = 1_000_000
 REPLIES_MAX = 65_536  # waiting for one client; a client that asks on without reading is given up
 AGAIN_NS_MIN, AGAIN_NS_MAX = 2 * MS, 100 * MS
 
-Send = Callable[[bytes, ClientReply], bool]
+Send = Callable[[bytes, ClientReply], bool | None]  # None: the client is gone
 
 
 @dataclass(eq=False)
@@ -90,8 +90,8 @@ class Delivery:
     def _deliver_to(self, client: Client, send: Send, now_ns: int, complete: list[Request]) -> bool:
         """True when nothing is left for it."""
         while client.replies:
-            if not send(client.identity, client.replies[0]):
-                return self._stall(client, now_ns)
+            if not (taken := send(client.identity, client.replies[0])):
+                return self._stall(client, taken, now_ns)
             client.replies.popleft()
             self._took(client)
         while client.requests:
@@ -99,8 +99,8 @@ class Delivery:
             view = request.view
             if view is not None and view.client == client.identity:
                 while (message := request.next_message()) is not None:
-                    if not send(client.identity, message):
-                        return self._stall(client, now_ns)
+                    if not (taken := send(client.identity, message)):
+                        return self._stall(client, taken, now_ns)
                     request.handed_over(message)
                     self._took(client)
                 if all(view.finals):
@@ -111,9 +111,18 @@ class Delivery:
     def _took(self, client: Client) -> None:
         client.stalled_ns, client.again_ns, client.wait_ns = None, 0, AGAIN_NS_MIN
 
-    def _stall(self, client: Client, now_ns: int) -> bool:
+    def _stall(self, client: Client, taken: bool | None, now_ns: int) -> bool:
+        if taken is None:
+            self._give_back(client)
         if client.stalled_ns is None:
             client.stalled_ns = now_ns
         client.again_ns = now_ns + client.wait_ns
         client.wait_ns = min(2 * client.wait_ns, AGAIN_NS_MAX)
         return False
+
+    def _give_back(self, gone: Client) -> None:
+        """What it reads, to whoever read that before it and has not got all."""
+        for request in gone.requests.values():
+            if request.view is not None and request.view.client == gone.identity:
+                request.give_back()
+                self.offer(request)

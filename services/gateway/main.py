@@ -243,7 +243,7 @@ class Gateway:
         """Called in the journal's thread."""
         send(self._waker, b"")
 
-    def _send_client(self, client: bytes, message: ClientReply) -> bool:
+    def _send_client(self, client: bytes, message: ClientReply) -> bool | None:
         if isinstance(message, Accepted):
             failpoint("gateway.accept.before_send")
         final = isinstance(message, Final)

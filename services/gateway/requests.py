@@ -23,6 +23,8 @@ class View:
     # By index: the end for this reader alone, of a stream that does not continue what it has.
     ends: dict[int, Final] = field(default_factory=dict)
     prompt_cursor: int = 0  # prompt tokens whose log-probabilities were handed over
+    # Who read it until this one came, and has not got all.
+    before: "View | None" = None
 
 
 class Request:
@@ -79,7 +81,18 @@ class Request:
         for stream, cursor in zip(self.streams, cursors, strict=True):
             stream.sent = max(stream.sent, cursor)
         proofs = {index: digest for index, digest in enumerate(digests) if digest}
-        self.view = View(client, cursors, [False] * n, proofs, prompt_cursor=prompt_offset)
+        before = self.view
+        if before is not None and before.client == client:
+            before = before.before
+        elif before is not None:
+            before.before = None
+            before = None if all(before.finals) else before
+        self.view = View(client, cursors, [False] * n, proofs, {}, prompt_offset, before)
+
+    def give_back(self) -> None:
+        """The reader is gone: a late word of it, which came after that of its heir, had taken this from the heir."""
+        if self.view is not None and self.view.before is not None:
+            self.view = self.view.before
 
     def strangers(self) -> list[Stream]:
         """Compare what the reader has, where that has become possible; the streams that are not its."""

@@ -151,7 +151,7 @@ class World:
         if gateway is not None:
             gateway.take(("client", identity, message))
 
-    def to_client(self, gateway: GatewayBody, identity: bytes, message: ClientReply) -> bool:
+    def to_client(self, gateway: GatewayBody, identity: bytes, message: ClientReply) -> bool | None:
         client = next(client for client in self.clients if client.identity == identity)
         taken = client.offer(message)
         if taken:

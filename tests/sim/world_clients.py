@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sim.world import World
 
 CLIENT_QUEUE = 30
+UNNOTICED = 3  # messages to a dead client that count as taken
 READ_NS = MS
 DECODER = Decoder[ClientMessage](ClientMessage)
 
@@ -84,6 +85,7 @@ class SimClient:
         self.inbox: deque[bytes] = deque()  # at most CLIENT_QUEUE
         self.stalled = self.stalled_once = False
         self.dead = False
+        self.lost = 0  # what was sent to it since
         self.is_heir = False  # what the dead one has said may come after what it says itself
         self.lossy = world.rng.random() < 0.3  # its connection is as bad as those of services
         self.up: Wire[ClientMessage] = Wire(
@@ -95,10 +97,13 @@ class SimClient:
     def _deliver(self, message: ClientMessage) -> None:
         self.world.to_gateway_of_client(self.identity, message)
 
-    def offer(self, message: ClientReply) -> bool:
-        """False: its queue is full."""
-        if self.dead or len(self.inbox) >= CLIENT_QUEUE:
-            return self.dead  # what is for a dead one goes nowhere
+    def offer(self, message: ClientReply) -> bool | None:
+        """False: its queue is full. None: it is gone, which shows only after a while."""
+        if self.dead:
+            self.lost += 1
+            return True if self.lost <= UNNOTICED else None
+        if len(self.inbox) >= CLIENT_QUEUE:
+            return False
         times = self.world.weather.times() if self.lossy else 1
         self.inbox.extend([encode(message)] * times)
         if times and len(self.inbox) == times:

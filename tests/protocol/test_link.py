@@ -1,0 +1,33 @@
+"""Who is full and who is gone are told apart."""
+
+import time
+from pathlib import Path
+
+from phalanx.protocol import link
+from phalanx.protocol.limits import SOCKET_HWM
+
+FRAME = b"frame"
+
+
+def test_a_peer_that_takes_nothing_is_full_and_one_that_ended_is_gone(tmp_path: Path) -> None:
+    router = link.bind_router(f"ipc://{tmp_path}/s", 1 << 20)
+    full, gone = (link.connect_dealer(f"ipc://{tmp_path}/s", name) for name in ("full#1", "gone#1"))
+    try:
+        assert link.send(full, FRAME) and link.send(gone, FRAME)
+        gone.close(linger=2000)
+        deadline = time.monotonic() + 10
+        heard: list[bytes] = []
+        while len(heard) < 2 and router.poll(2000):
+            heard += [identity for identity, _ in link.receive_from(router, 9)]
+        assert set(heard) == {b"full#1", b"gone#1"}, "what the dead have said comes"
+        while (taken := link.send_to(router, b"gone#1", FRAME)) is not None:
+            assert taken and time.monotonic() < deadline
+            link.receive_from(router, 9)
+            time.sleep(0.01)
+        large = bytes(10_000)  # more than what lies in a socket's own buffers
+        sent = [link.send_to(router, b"full#1", large) for _ in range(3 * SOCKET_HWM)]
+        assert sent[0] is True and sent[-1] is False and None not in sent
+        assert link.send_to(router, b"nobody#1", FRAME) is None
+    finally:
+        for socket in (router, full):
+            socket.close(linger=0)
