@@ -134,7 +134,7 @@ class Client:
     def __init__(self, run_dir: Path | str | None = None, *, silence_s: float = SILENCE_S) -> None:
         path = Path(run_dir) if run_dir else default_run_dir()
         self._socket = connect(path)
-        self._core = ClientCore(token_hex, _ns(silence_s), str(path / CLIENT_SOCKET))
+        self._core = make_core(path, silence_s)
 
     def generate(
         self,
@@ -317,11 +317,22 @@ class Client:
 
 def connect(run_dir: Path) -> "zmq.Socket[bytes]":
     """Raises NoNode. The socket's file may be away for a moment: a gateway starts, or finds it deleted."""
-    if not (run_dir / CLIENT_SOCKET).exists() and not is_running(run_dir):
+    if node_gone(run_dir):
         raise NoNode(f"no node is running in {run_dir}: start one with `phalanx up`")
     # A name of its own lets this client be recognised when its connection is made anew; with a `#` in
     # it, damaged frames are found out (`protocol/link.py`).
     return connect_dealer(endpoint(run_dir, CLIENT_SOCKET), f"client#{token_hex(16)}")
+
+
+def node_gone(run_dir: Path) -> bool:
+    """No node is running, and the last one has ended: one that was killed leaves its gateway's socket, and whoever
+    waits for its successor waits there."""
+    return not (run_dir / CLIENT_SOCKET).exists() and not is_running(run_dir)
+
+
+def make_core(run_dir: Path, silence_s: float) -> ClientCore:
+    where = str(run_dir / CLIENT_SOCKET)
+    return ClientCore(token_hex, _ns(silence_s), where, lambda: node_gone(run_dir))
 
 
 def make_spec(

@@ -5,7 +5,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
-from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -24,7 +23,6 @@ from phalanx.protocol.messages import (
     Stats,
     StatsReply,
 )
-from phalanx.protocol.rundir import CLIENT_SOCKET
 from phalanx.services.client import (
     ANSWER_S,
     REPLAY_S,
@@ -32,9 +30,10 @@ from phalanx.services.client import (
     answer,
     begun_at,
     connect,
+    make_core,
     make_spec,
 )
-from phalanx.services.client_core import Asking, ClientCore
+from phalanx.services.client_core import Asking
 from phalanx.services.client_ended import Ended
 from phalanx.services.client_flow import Flow, GatewaySilent, Prompt, Result, Spec
 
@@ -129,7 +128,7 @@ class AsyncClient:
     def __init__(self, run_dir: Path | str | None = None, *, silence_s: float = SILENCE_S) -> None:
         path = Path(run_dir) if run_dir else default_run_dir()
         self._socket = connect(path)
-        self._core = ClientCore(token_hex, int(silence_s * 1e9), str(path / CLIENT_SOCKET))
+        self._core = make_core(path, silence_s)
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 

@@ -18,9 +18,8 @@ from itertools import islice
 
 import msgspec
 
-from phalanx.protocol.codec import Decoder, encode
+from phalanx.protocol.codec import Decoder
 from phalanx.protocol.errors import Code, DecodeError, PhalanxError, Refused
-from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.messages import (
     Abort,
     Accepted,
@@ -49,6 +48,8 @@ from phalanx.services.client_flow import (
     GatewaySilent,
     RequestTimeout,
     Spec,
+    frame_of,
+    node_ended,
 )
 from phalanx.services.early_ends import told_at
 
@@ -86,10 +87,17 @@ class ClientCore:
         draw_key: Draws an idempotency key nobody else draws.
         silence_ns: With something open and nothing heard for this long, everything open fails.
         where: The gateway's socket, for people.
+        node_gone: Whether the node has ended and left nothing to wait for; asked now and then in silence.
     """
 
-    def __init__(self, draw_key: Callable[[], str], silence_ns: int, where: str = "") -> None:
-        self._draw_key = draw_key
+    def __init__(
+        self,
+        draw_key: Callable[[], str],
+        silence_ns: int,
+        where: str = "",
+        node_gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._draw_key, self._node_gone = draw_key, node_gone
         self._silence_ns, self._where = silence_ns, where
         self._decoder = Decoder[ClientReply](ClientReply)
         self._last_call = 0
@@ -235,11 +243,19 @@ class ClientCore:
             self._pinged_ns = now_ns
             self._last_call += 1
             self._send(Health(self._last_call, self._quiet(now_ns)))
+            if now_ns - heard_ns >= PING_SILENT_NS:
+                self._tell_of_end()
         if self._heard_ns is not None and now_ns - self._heard_ns >= self._silence_ns:
             silent_s = (now_ns - self._heard_ns) / 1e9
             for flow in list(self._open.values()):
                 text = f"the gateway at {self._where} was silent for {silent_s:.1f} s"
                 self._fail(flow, GatewaySilent(text))
+
+    def _tell_of_end(self) -> None:
+        """Fail what no node has promised, if there is none. What was accepted goes on with the next one."""
+        new = [flow for flow in self._open.values() if flow.generate and not flow.request_id]
+        for flow in new if new and self._node_gone() else ():
+            self._fail(flow, Refused(Code.SHUTDOWN, node_ended(self._where)))
 
     def _quiet(self, now_ns: int) -> tuple[str, ...]:
         flows = (
@@ -272,23 +288,7 @@ class ClientCore:
         return self._last_call
 
     def _send(self, message: ClientMessage) -> None:
-        try:
-            frame = encode(message)
-        except UnicodeEncodeError as error:
-            character = error.object[error.start]
-            raise Refused(
-                Code.BAD_REQUEST,
-                f"a text is not valid Unicode: {character!r} at character {error.start} is half of a"
-                " surrogate pair",
-            ) from error
-        except (OverflowError, TypeError) as error:
-            raise Refused(Code.BAD_REQUEST, f"the request cannot be sent: {error}") from error
-        if len(frame) > MESSAGE_BYTES_MAX:
-            raise Refused(
-                Code.TOO_LARGE,
-                f"the request takes {len(frame)} bytes, a message at most {MESSAGE_BYTES_MAX}",
-            )
-        self.outgoing.append(frame)
+        self.outgoing.append(frame_of(message))
 
     def _send_generate(self, flow: Flow, now_ns: int) -> None:
         assert flow.generate is not None
@@ -415,7 +415,7 @@ class ClientCore:
             flow.accepted = False
             self._send_generate(flow, now_ns)
         elif flow.accepted and error.code is Code.UNKNOWN_REQUEST:
-            self._fail(flow, Refused(error.code, _forgotten(flow, error.message)))
+            self._fail(flow, Refused(error.code, flow.forgotten(error.message)))
         elif flow.accepted:
             pass  # of a repeated question; what was accepted ends with its finals
         elif self._waits(flow, error.code):
@@ -485,12 +485,3 @@ class ClientCore:
             self._flows.pop(call, None)
         if self._by_request.get(flow.request_id) is flow:
             del self._by_request[flow.request_id]
-
-
-def _forgotten(flow: Flow, why: str) -> str:
-    """For who reads a request that somebody else has sent, so it cannot be sent again here."""
-    got = sum(s.offset for s in flow.sequences)
-    return (
-        f"{why}, or the node's journal was lost: nothing comes after the {got} tokens that did; who has its prompt"
-        f" can send it again, with the seed {flow.seed} for the same stream"
-    )

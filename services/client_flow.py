@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import cast
 
+from phalanx.protocol.codec import encode
 from phalanx.protocol.digests import RunningDigest
-from phalanx.protocol.errors import Code, PhalanxError
+from phalanx.protocol.errors import Code, PhalanxError, Refused
+from phalanx.protocol.limits import MESSAGE_BYTES_MAX
 from phalanx.protocol.messages import (
     ChatMessage,
+    ClientMessage,
     Delta,
     Final,
     FinishReason,
@@ -184,6 +187,14 @@ class Flow:
         """Log-probabilities of the prompt were asked for, by whomever, and are not all here."""
         return self.scored and len(self.prompt_logprobs) < self.prompt_tokens
 
+    def forgotten(self, why: str) -> str:
+        """For who reads a request that somebody else has sent, so it cannot be sent again here."""
+        got = sum(s.offset for s in self.sequences)
+        return (
+            f"{why}, or the node's journal was lost: nothing comes after the {got} tokens that did; who has its prompt"
+            f" can send it again, with the seed {self.seed} for the same stream"
+        )
+
     def results(self) -> list[Result]:
         """The sequences that have ended."""
         return [self.result(index) for index in sorted(self.ended)]
@@ -206,3 +217,32 @@ class Flow:
             s.final.error,
             prompt_logprobs=tuple(self.prompt_logprobs) if index == 0 else (),
         )
+
+
+def frame_of(message: ClientMessage) -> bytes:
+    """Raises Refused when it cannot be sent."""
+    try:
+        frame = encode(message)
+    except UnicodeEncodeError as error:
+        character = error.object[error.start]
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"a text is not valid Unicode: {character!r} at character {error.start} is half of a"
+            " surrogate pair",
+        ) from error
+    except (OverflowError, TypeError) as error:
+        raise Refused(Code.BAD_REQUEST, f"the request cannot be sent: {error}") from error
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise Refused(
+            Code.TOO_LARGE,
+            f"the request takes {len(frame)} bytes, a message at most {MESSAGE_BYTES_MAX}",
+        )
+    return frame
+
+
+def node_ended(where: str) -> str:
+    """For who has sent a request that no gateway has accepted."""
+    return (
+        f"shutdown: the node of {where} ended before it accepted the request: start it with `phalanx up`, and send"
+        " the request again"
+    )

@@ -18,7 +18,7 @@ from typing import Any, Self
 import pytest
 
 from e2e.node import PHALANX, Node, wait_for
-from phalanx.protocol.errors import Code, PhalanxError
+from phalanx.protocol.errors import Code, PhalanxError, Refused
 from phalanx.protocol.limits import DRAIN_GRACE_MS, TERM_GRACE_MS
 from phalanx.protocol.messages import Final, Sampling
 from phalanx.services.client import Client, Result, Spec
@@ -119,6 +119,7 @@ def test_what_falls_while_the_node_drains_loses_no_end(
 ) -> None:
     node = start_node(2, "--device", "null")
     with Readers(node) as readers:
+        late = Client(node.run_dir)
         down = start(["down", "--timeout", DRAIN_S], node)
         wait_for(lambda: node.process("supervisor").state == "draining", 20, "draining")  # type: ignore[union-attr]
         for victim in victims:
@@ -129,6 +130,8 @@ def test_what_falls_while_the_node_drains_loses_no_end(
         output, errors = down.communicate(timeout=60)
     assert down.returncode == 0, errors
     assert output == '{"stopped": true, "left": []}\n'
+    with late, pytest.raises(Refused, match="ended before it accepted"):
+        late.generate("nobody hears this", timeout=20).results()
     check(readers, quiet)
     assert stopped_after_s(node) < DRAIN_S + (DRAIN_GRACE_MS + TERM_GRACE_MS) / 1000 + 2
     assert node.names() == [] and not list(node.run_dir.glob("*.sock"))

@@ -39,7 +39,10 @@ class Line:
 
     def __init__(self, silence_ms: int = 60_000) -> None:
         keys = iter(f"key-{i}" for i in range(100))
-        self.core = ClientCore(lambda: next(keys), silence_ms * MS)
+        self.node_gone = False
+        self.core = ClientCore(
+            lambda: next(keys), silence_ms * MS, "/run/gateway.sock", lambda: self.node_gone
+        )
         self.now = 10**9
 
     def start(self, timeout_ms: int | None = None, wait: bool = False, n: int = 1) -> Flow:
@@ -473,6 +476,27 @@ def test_silence_has_an_end_but_only_while_someone_listens() -> None:
     assert flow.error is None
     line.passes(1_000, alive=0)
     assert isinstance(flow.error, GatewaySilent)
+
+
+def test_what_was_never_accepted_ends_with_the_node() -> None:
+    """What was goes on with the next one."""
+    line = Line()
+    accepted = line.start()
+    line.accept(accepted)
+    forgotten, attached = line.start(), line.core.attach("r2", (), line.now, None)
+    line.accept(forgotten, "r3")
+    line.hears(Error(forgotten.calls[-1], Code.UNKNOWN_REQUEST, "forgotten"))
+    waiting = line.start(wait=True)
+    line.passes(3_000, alive=0)
+    assert not waiting.done, "its gateway may come back"
+    line.passes(2_000)
+    line.node_gone = True
+    line.passes(5_000)
+    assert not waiting.done, "who answers is there"
+    line.passes(1_000, alive=0)
+    assert isinstance(waiting.error, Refused) and waiting.error.code is Code.SHUTDOWN
+    assert "/run/gateway.sock" in waiting.error.text
+    assert not (accepted.done or forgotten.done or attached.done)
 
 
 def test_an_attached_flow_begins_where_it_was_asked_to() -> None:
