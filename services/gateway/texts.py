@@ -22,9 +22,10 @@ from phalanx.protocol.messages import (
 )
 from phalanx.services.gateway.streams import Stream
 
-# Of one Decode. A new gateway has whole streams to decode: in pieces, so that each is answered soon and what was
-# answered is not asked again.
-BATCH_STREAMS, BATCH_TOKENS = 256, 16_384
+# Of one Decode. A new gateway has whole streams to decode: in pieces, so that each is answered soon, what was
+# answered is not asked again, and what comes meanwhile waits for no more than what is in flight.
+BATCH_STREAMS, BATCH_TOKENS = 256, 4096
+PIECE_TOKENS = 512  # of one stream; one that is further behind comes after all that are not
 CALLS_MAX = 4  # in flight at one tokenizer; the rest waits here, where it can still be batched
 LONG_CHARS = 50_000  # an encode this long keeps a tokenizer busy for a noticeable time
 CHARS_PER_NS = 100_000 / 1e9  # a slow tokenizer's speed, for deadlines only
@@ -129,7 +130,9 @@ class Texts:
         self._send = send
         self._pool: dict[str, Tokenizer] = {}  # by process name
         self._encodes: deque[EncodeJob] = deque()
-        self._dirty: dict[int, Stream] = {}  # streams with tokens to decode
+        # Streams with tokens to decode: those that keep up, and those that are far behind.
+        self._dirty: dict[int, Stream] = {}
+        self._behind: dict[int, Stream] = {}
         self._last_call = first_call
         self.num_stale = (
             0  # answers to what the last gateway asked, or what others were asked meanwhile
@@ -167,7 +170,10 @@ class Texts:
     def decode(self, stream: Stream) -> None:
         """The stream may have something to decode."""
         if stream.wants_decode:
-            self._dirty[stream.number] = stream
+            behind = len(stream.tokens) - len(stream.shown) > PIECE_TOKENS
+            mine, other = (self._behind, self._dirty) if behind else (self._dirty, self._behind)
+            other.pop(stream.number, None)
+            mine[stream.number] = stream
 
     def on_encoded(self, peer: bytes, message: Encoded | EncodeFailed) -> EncodeJob | None:
         """The job that this answers; None for a stale answer."""
@@ -197,7 +203,9 @@ class Texts:
     def dispatch(self, now_ns: int) -> None:
         self._dispatch_encodes(now_ns)
         while self._dirty and (tokenizer := self._least_busy(self._pool.values(), now_ns)):
-            self._send_batch(tokenizer, now_ns)
+            self._send_batch(tokenizer, self._dirty, now_ns)
+        while self._behind and (tokenizer := self._least_busy(self._for_behind(), now_ns)):
+            self._send_batch(tokenizer, self._behind, now_ns)
 
     def tick(self, now_ns: int) -> None:
         """Give jobs that a tokenizer does not answer to another one."""
@@ -238,17 +246,21 @@ class Texts:
             return pool[1:]
         return pool
 
-    def _send_batch(self, tokenizer: Tokenizer, now_ns: int) -> None:
+    def _for_behind(self) -> Iterator[Tokenizer]:
+        """Those that have no more than one of their pieces: while that is answered the next one waits there."""
+        return (one for one in self._pool.values() if one.decoding <= BATCH_TOKENS)
+
+    def _send_batch(self, tokenizer: Tokenizer, waiting: dict[int, Stream], now_ns: int) -> None:
         asked: list[Asked] = []
         items = []
         room = BATCH_TOKENS
-        for number in list(islice(self._dirty, BATCH_STREAMS)):
+        for number in list(islice(waiting, BATCH_STREAMS)):
             if not room:
                 break
-            stream = self._dirty.pop(number)
+            stream = waiting.pop(number)
             if not stream.wants_decode:
                 continue
-            item = stream.decode_item(room)
+            item = stream.decode_item(min(room, PIECE_TOKENS))
             room -= len(item.token_ids)
             stream.decoding = True
             asked.append(Asked(stream, stream.telling, len(item.token_ids), item.flush))

@@ -151,11 +151,32 @@ def test_a_new_gateway_gets_the_text_of_all_its_long_streams(us_per_token: int) 
         pool.texts.decode(one)
     least_s = 64 * 8000 * us_per_token / 2 / 1e6
     while not all(len(one.shown) == 8000 for one in streams):
-        pool.passes(50)
+        pool.passes(10)
         assert pool.now / 1e9 < 2 * least_s + 1
     assert pool.largest == BATCH_TOKENS
     if us_per_token <= 20:
         assert pool.asked == 64 * 8000, "nothing is asked twice"
+
+
+def test_who_keeps_up_does_not_wait_for_those_that_are_far_behind() -> None:
+    """Of 64 long streams all is decoded anew, which takes five seconds; another one goes on meanwhile."""
+    pool = Pool(us_per_token=20)
+    for number in range(1, 65):
+        one = Stream(entry(10_000), 0, number)
+        one.extend(0, [7] * 8000)
+        pool.texts.decode(one)
+    pool.passes(10)
+    short = Stream(entry(100), 0, 65)
+    waited: list[int] = []
+    for token in range(10):
+        short.extend(token, [8])
+        pool.texts.decode(short)
+        begun = pool.now
+        while len(short.shown) <= token:
+            pool.passes(10)
+        waited.append((pool.now - begun) // MS)
+    assert max(waited) <= 200 and pool.now < 4_000 * MS, waited
+    assert pool.asked > 100_000
 
 
 TOKENIZERS = {"bytes": load_tokenizer(None), "words": load_tokenizer(GOLDEN)}
