@@ -24,7 +24,7 @@ from phalanx.protocol.limits import CLIENT_STALL_MS
 from phalanx.protocol.log import Logger
 from phalanx.services.client_async import AsyncClient
 from phalanx.services.http import completions, errors, recipe
-from phalanx.services.http.counts import Counts
+from phalanx.services.http.counts import Counted, Counts
 from phalanx.services.http.errors import HttpError, bad
 from phalanx.services.http.gate import Gate
 from phalanx.services.http.keys import Keys
@@ -54,22 +54,30 @@ class EventStream(StreamingResponse):
         whole: contextlib.AsyncExitStack,
         headers: dict[str, str],
         on_stall: Callable[[], None],
+        on_leave: Callable[[], None],
     ) -> None:
         more = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers | more, media_type="text/event-stream")
-        self._whole, self._on_stall = whole, on_stall
+        self._whole, self._on_stall, self._on_leave = whole, on_stall, on_leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        ended = False
+
         async def send_soon(message: Message) -> None:
+            nonlocal ended
             try:
                 async with asyncio.timeout(CLIENT_STALL_MS / 1000):
                     await send(message)
             except TimeoutError as error:
                 raise Stalled from error
+            ended |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
         async with self._whole:
             try:
-                await super().__call__(scope, receive, send_soon)
+                with contextlib.suppress(ClientDisconnect):
+                    await super().__call__(scope, receive, send_soon)
+                if not ended:
+                    self._on_leave()
             except Stalled:  # the server closes the connection of an answer without an end
                 self._on_stall()
 
@@ -166,12 +174,18 @@ class Server:
                     counted.status = failed.status
                     self.log.warning("failed", http_id=request_id, key=who, error=failed.text)
 
-                return EventStream(events, whole.pop_all(), headers, stalled)
+                return EventStream(
+                    events,
+                    whole.pop_all(),
+                    headers,
+                    stalled,
+                    lambda: self._left(counted, request_id),
+                )
             work = document_of(running, reply, started, counted)
             document = await self._while_connected(request, work)
             return _json(document, headers=headers)
         except ClientDisconnect:
-            counted.status = 499
+            self._left(counted, request_id)
             return Response(status_code=499)  # nobody reads it
         except PhalanxError as error:
             failed = errors.of(error)
@@ -181,6 +195,12 @@ class Server:
             return _json(words(failed), failed.status, {**headers, **failed.headers})
         finally:
             await whole.aclose()
+
+    def _left(self, counted: Counted, request_id: str) -> None:
+        """The client, before its answer was whole. An answer that failed remains one."""
+        if counted.status == 200:
+            counted.status = 499
+        self.log.info("the client left", http_id=request_id)
 
     async def _while_connected(self, request: Request, work: Awaitable[Any]) -> Any:
         """The work's result. Raises ClientDisconnect when the client leaves before it is done."""

@@ -251,6 +251,8 @@ def test_keys_quotas_deadlines_and_health(served: Node, base: str) -> None:
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
     # The client left: its request ends, and its place is free again.
     wait_for(lambda: served.running() == 0, 20, "the request of a client that left")
+    left = 'phalanx_http_requests_total{path="/v1/chat/completions",status="499"} '
+    wait_for(lambda: left in httpx.get(f"{base}/metrics", timeout=60).text, 20, "how it is counted")
     late = httpx.post(url, json=body, headers=small | {"x-request-timeout": "0.3"}, timeout=60)
     assert late.status_code == 504
     assert httpx.get(f"{base}/health").json()["healthy"] is True
