@@ -168,8 +168,9 @@ class Client:
     ) -> Iterator[tuple[int, Result]]:
         """Run many requests at once; yields (position, result) as sequences end.
 
-        A request that is refused or times out yields one result with `error` and goes under; an
-        overloaded node is asked again. `timeout` is for each request, from when it is sent.
+        A request that is refused yields one result with `error` and goes under; one that times out, or that
+        nobody answers any more, one for each sequence that has not ended, with what came of it. An overloaded
+        node is asked again. `timeout` is for each request, from when it is sent.
         """
         source = enumerate(specs)
         flows: dict[int, tuple[Flow, int]] = {}  # with how many results were yielded
@@ -375,8 +376,14 @@ def finished(position: int, flow: Flow, told: int) -> Iterator[tuple[int, Result
     """The results of `flow` beyond the first `told` ones, in the order in which they ended."""
     for index in flow.ended[told:]:
         yield position, flow.result(index)
-    if flow.error is not None:
-        yield position, replace(failed(flow.error), request_id=flow.request_id)
+    if flow.error is None:
+        return
+    left = [index for index, one in enumerate(flow.sequences) if one.final is None]
+    for index in left:
+        yield position, flow.result(index)
+    if not left:  # it was never accepted
+        asked = flow.generate.sampling.seed if flow.generate is not None else None
+        yield position, replace(failed(flow.error), seed=asked or 0)
 
 
 def answer(question: Question, kind: type[_Reply], timeout: float) -> _Reply:

@@ -249,7 +249,7 @@ class ClientCore:
             silent_s = (now_ns - self._heard_ns) / 1e9
             for flow in list(self._open.values()):
                 text = f"the gateway at {self._where} was silent for {silent_s:.1f} s"
-                self._fail(flow, GatewaySilent(text))
+                self._fail(flow, GatewaySilent(f"{text}; {flow.where_it_stands}"))
 
     def _tell_of_end(self) -> None:
         """Fail what no node has promised, if there is none. What was accepted goes on with the next one."""

@@ -195,27 +195,51 @@ class Flow:
             f" can send it again, with the seed {self.seed} for the same stream"
         )
 
+    @property
+    def where_it_stands(self) -> str:
+        """For who gets no more of it, as nobody answers."""
+        if not self.request_id:
+            return (
+                "the request was not accepted: send it again when `phalanx status` shows a gateway"
+            )
+        got = sum(len(s.token_ids) for s in self.sequences)
+        return (
+            f"request {self.request_id} was accepted and {got} tokens came: it goes on when its node does"
+            " (`phalanx status`, else `phalanx up` there), and can be read by its id, or sent again with the seed"
+            f" {self.seed} for the same tokens"
+        )
+
     def results(self) -> list[Result]:
         """The sequences that have ended."""
         return [self.result(index) for index in sorted(self.ended)]
 
     def result(self, index: int) -> Result:
-        s = self.sequences[index]
-        assert s.final is not None
-        ttft_ms = None if s.first_ns is None else (s.first_ns - self.started_ns) / MS
+        """How a sequence ended; of one that has not, as the request has failed, what came of it."""
+        s, error = self.sequences[index], self.error
+        refused = error if isinstance(error, Refused) else None
+        final = s.final or Final(
+            self.request_id,
+            index,
+            s.offset,
+            "error",
+            Usage(self.prompt_tokens, s.offset),
+            code=refused.code if refused else None,
+            error=str(error),
+        )
         return Result(
             self.request_id,
             index,
-            "".join(s.texts) + s.final.text,
+            "".join(s.texts) + final.text,
             tuple(s.token_ids),
-            s.final.finish_reason,
-            s.final.usage,
+            final.finish_reason,
+            final.usage,
             self.seed,
-            ttft_ms,
+            None if s.first_ns is None else (s.first_ns - self.started_ns) / MS,
             tuple(s.logprobs),
-            s.final.code,
-            s.final.error,
-            prompt_logprobs=tuple(self.prompt_logprobs) if index == 0 else (),
+            final.code,
+            final.error,
+            refused.retry_after_ms if refused and s.final is None else 0,
+            tuple(self.prompt_logprobs) if index == 0 else (),
         )
 
 

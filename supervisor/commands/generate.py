@@ -17,7 +17,7 @@ from phalanx.protocol.errors import Code, ConfigError, ExitCode, PhalanxError, R
 from phalanx.protocol.limits import HAND_OVER_MS, RESTART_DELAY_MS_MAX, TERM_GRACE_MS
 from phalanx.protocol.messages import Delta, Usage
 from phalanx.protocol.rundir import CLIENT_SOCKET, is_running
-from phalanx.services.client import Client, RequestTimeout, Result, Spec, Stream
+from phalanx.services.client import Client, GatewaySilent, RequestTimeout, Result, Spec, Stream
 from phalanx.supervisor.ask import NoNode, find_run_dir
 from phalanx.supervisor.commands.common import (
     check_seconds,
@@ -227,7 +227,7 @@ class Failures:
         self._lines: list[str] = []
 
     def add(self, position: int, error: PhalanxError) -> None:
-        if isinstance(error, RequestTimeout):
+        if isinstance(error, RequestTimeout | GatewaySilent):
             code = ExitCode.TIME_LIMIT
         elif getattr(error, "code", None) in _BAD_INPUT:
             code = ExitCode.BAD_INPUT

@@ -27,6 +27,7 @@ from phalanx.protocol.messages import (
     Sampling,
     Usage,
 )
+from phalanx.services.client import finished
 from phalanx.services.client_core import ClientCore
 from phalanx.services.client_flow import Begun, Flow, GatewaySilent, RequestTimeout, Spec
 
@@ -476,6 +477,34 @@ def test_silence_has_an_end_but_only_while_someone_listens() -> None:
     assert flow.error is None
     line.passes(1_000, alive=0)
     assert isinstance(flow.error, GatewaySilent)
+
+
+def test_who_gives_up_says_what_came_and_how_to_go_on() -> None:
+    line = Line(silence_ms=2_000)
+    flow = line.start(n=3)
+    line.accept(flow)
+    line.hears(delta(0, 10, 11, index=2))
+    line.hears(final(0, index=1))
+    line.passes(3_000, alive=0)
+    assert isinstance(flow.error, GatewaySilent) and flow.done
+    (_, ended), (_, nothing), (at, begun) = finished(7, flow, 0)
+    assert (ended.index, ended.finish_reason, ended.error) == (1, "length", "")
+    for one in (nothing, begun):
+        assert (one.request_id, one.seed, one.finish_reason, one.code) == ("r", 42, "error", None)
+        assert "request r was accepted and 2 tokens came" in one.error and "seed 42" in one.error
+    assert (nothing.index, nothing.token_ids, nothing.ttft_ms) == (0, (), None)
+    assert (at, begun.index, begun.token_ids, begun.text) == (7, 2, (10, 11), "[10][11]")
+    assert begun.usage == Usage(2, 2) and begun.ttft_ms is not None
+
+
+def test_who_gives_up_before_it_was_accepted_says_so() -> None:
+    line = Line(silence_ms=2_000)
+    spec = Spec([1], Sampling(seed=5), n=2)
+    flow = line.core.generate(spec, line.now, None)
+    line.passes(3_000, alive=0)
+    ((_, one),) = finished(0, flow, 0)
+    assert (one.request_id, one.seed, one.token_ids) == ("", 5, ())
+    assert "was not accepted: send it again" in one.error
 
 
 def test_what_was_never_accepted_ends_with_the_node() -> None:
