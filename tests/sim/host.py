@@ -67,6 +67,7 @@ class Child:
     born_ns: int
     mood: Mood = "well"
     mood_ns: int = 0  # since when
+    beat_ns: int = 0  # its last sign of life, if that was earlier
     alive: bool = True
     reaped: bool = False
     said_ready: bool = False
@@ -232,6 +233,10 @@ class Host:
     def after(self, delay_ns: int, act: Act) -> None:
         self.clock.after(delay_ns, act)
 
+    def awake_ns(self, since_ns: int) -> int:
+        """Of the time since then what the supervisor could have used."""
+        return self.now_ns - since_ns
+
     def ms(self, low: float, high: float) -> int:
         """A random time between two numbers of milliseconds."""
         return int(self.rng.uniform(low, high) * MS)
@@ -273,7 +278,8 @@ class Host:
             if child.spec.kind != "worker" or not child.said_ready:
                 self.gets_on(child)
         else:
-            beat_ns = child.mood_ns if child.alive else self.now_ns - 200 * MS
+            last_ns = child.beat_ns or child.mood_ns
+            beat_ns = last_ns if child.alive else self.now_ns - 200 * MS
         beat_ns = max(beat_ns, child.born_ns)
         phase = ProcessPhase.READY if child.said_ready else ProcessPhase.LOADING
         return Observed(child.spec.name, child.incarnation, beat_ns, child.progress, phase)

@@ -243,7 +243,7 @@ class Checks:
     def _check_changes(self) -> None:
         """Nothing that was asked for is under way for ever."""
         for request, since_ns in self.open.values():
-            waited_s = (self.host.now_ns - since_ns) / 1e9
+            waited_s = self.host.awake_ns(since_ns) / 1e9
             self.require(
                 waited_s < request.timeout_s + BACK_MS_MAX / 1000,
                 f"{request} since {waited_s:.1f} s",
@@ -415,7 +415,7 @@ class Checks:
             return
         if self.host.core.stage is not NodeStage.RUNNING:
             return
-        hung_ms = (self.host.now_ns - child.mood_ns) / _MS
+        hung_ms = self.host.awake_ns(child.mood_ns) / _MS
         # The last beat is up to 200 ms older or the last progress up to 100 ms younger than the hang.
         late_ms = limits_ms[child.mood] + 400
         self.require(hung_ms < late_ms, f"{child.spec.name} hangs for {hung_ms:.0f} ms")
@@ -435,7 +435,7 @@ class Checks:
                 continue
             silent = child.mood == "deaf" and acks.get((seat, incarnation), 0) < host.word
             since_ns = max(self.go_ns, child.progress_ns) if going else self.word_ns
-            waited_ms = (host.now_ns - since_ns) / _MS
+            waited_ms = host.awake_ns(since_ns) / _MS
             text = f"{child.spec.name} is waited for since {waited_ms:.0f} ms"
             self.require(not silent or waited_ms < limit_ms, text)
 
@@ -494,7 +494,7 @@ class Checks:
         alive = [c.spec.name for c in host.children.values() if not c.reaped]
         self.require(not alive, f"finished with {alive} alive")
         if self.stop_ns:
-            late_ms = (host.now_ns - self.stop_ns) / _MS
+            late_ms = host.awake_ns(self.stop_ns) / _MS
             limit_ms = DRAIN_GRACE_MS + TERM_GRACE_MS + 700  # two ticks, and what the kernel takes
             self.require(late_ms < limit_ms, f"finished {late_ms:.0f} ms after the drain's limit")
         for name in host.finished.left:
