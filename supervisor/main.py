@@ -168,6 +168,7 @@ class Node:
         self._log.info("starting", processes=list(self._core.processes), config=self._config.model)
         gc.freeze()  # see `Service.ready`
         restore = self._obey_signals()
+        self._starts.begin_shared()
         observed_ns = 0
         try:
             while self._finished is None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _MS = 1_000_000
-# One is started that long after the node was whole: it is not to take a CPU from those who start.
+# One is started that long after the node was whole: it is not to take a CPU from those who start. (One that starts
+# several of them is there before: `starts.py`.)
 DELAY_MS = 3_000
 DELAY_MS_MAX = 60_000  # for one whose predecessors died; doubled with each of them
 _SOUND_MS = 60_000  # one that waited for so long shows that nothing is wrong with it

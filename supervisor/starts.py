@@ -3,7 +3,7 @@
 import errno
 import resource
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 
 from phalanx.protocol.board import Board
@@ -89,6 +89,13 @@ class Starts:
 
     # ------------------------------------------------------------ standbys
 
+    def begin_shared(self) -> None:
+        """Before the first starts: what several of them import, one process imports for all, and forks them."""
+        counts = Counter(spec.standby for spec in self._specs())
+        shared = [name for name, count in counts.items() if name and count > 1]
+        self._standbys.want(shared, now_ns := time.monotonic_ns(), delay_ms=0)
+        self._begin_standbys(now_ns)
+
     def want_standbys(self) -> None:
         names = {spec.standby for spec in self._specs()} - {""}
         self._standbys.want(names, time.monotonic_ns())
@@ -106,10 +113,13 @@ class Starts:
         children = [child.pid for child in self._watch.children.values()]
         self._spawner.reap_orphans([*children, *others])
 
-    def look_at_standbys(self, now_ns: int) -> None:
-        """Start those that are due; take note of those that are ready, and of those that died."""
+    def _begin_standbys(self, now_ns: int) -> None:
         for name in self._standbys.take_due(now_ns):
             self._spawner.prepare(next(spec for spec in self._specs() if spec.standby == name))
+
+    def look_at_standbys(self, now_ns: int) -> None:
+        """Start those that are due; take note of those that are ready, and of those that died."""
+        self._begin_standbys(now_ns)
         for name in self._spawner.ready_standbys():
             self._log.info("standby ready", about=name)
             self._events.append(StandbySeen(name, ready=True))
