@@ -230,8 +230,12 @@ def read_queues(node: str) -> dict[str, list[dict[str, Any]]]:
 
 def count_held(node: str, seats: Collection[int]) -> int:
     """How many sequences the schedulers of these seats hold now. In a fraction of a millisecond, since
-    streams may wait for whoever asks: nothing is copied, so a change under way counts or does not."""
-    return sum(map(_rows_in_use, _live_arenas(node, seats)))
+    streams may wait for whoever asks: nothing is copied, so a change under way counts or does not. None, where no
+    descriptor is left to look with: it is for people."""
+    try:
+        return sum(map(_rows_in_use, _live_arenas(node, seats)))
+    except OSError:
+        return 0
 
 
 def count_left(node: str, seat: int, incarnation: int) -> int:

@@ -115,7 +115,7 @@ def ask(
                     raise _ERRORS.get(message.code, PhalanxError)(message.message)
         waited_s = round(time.monotonic() - begun, 1)
         raise NoAnswer(
-            f"the supervisor in {run_dir} did not answer within {waited_s:g} s: {_why_silent(run_dir)}"
+            f"the supervisor in {run_dir} did not answer within {waited_s:g} s: {why_silent(run_dir)}"
         )
     finally:
         socket.close()
@@ -141,19 +141,19 @@ class Presence:
         return found[0] == "T" or (hangs and not self.heard)
 
 
-def _why_silent(run_dir: Path) -> str:
+def why_silent(run_dir: Path) -> str:
     """What keeps a supervisor that lives from answering, and what to do."""
     path, pid = run_dir / SUPERVISOR_SOCKET, read_pid(run_dir)
-    if not path.exists():
-        return f"its socket {path} is gone"
     found = Looks(pid).inspect(time.monotonic_ns())
-    if found is None:
-        return "nobody knows its pid"
-    if found[0] == "T":
+    if found is not None and found[0] == "T":
         return (
             f"a signal has stopped it; `kill -CONT {pid}` lets it go on, `kill -9 {pid}` ends the node, and"
             " `phalanx up` goes on with its requests"
         )
+    if not path.exists():
+        return f"its socket {path} is gone"
+    if found is None:
+        return "nobody knows its pid"
     return (
         f"pid {pid} is in state {found[0]}; if that lasts, `kill -9 {pid}` ends the node, and `phalanx up` goes"
         " on with its requests"

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from phalanx.protocol.limits import DRAIN_MS, START_DEADLINE_MS, STOPPED_MS
 from phalanx.protocol.messages import Shutdown, ShutdownDone, StatusQuery, StatusReply
 from phalanx.protocol.rundir import LOG_DIR, is_running, open_output, prepare
 from phalanx.services.http.address import read_address, url
-from phalanx.supervisor.ask import NoAnswer, NodeGone, NoNode, ask, find_run_dir
+from phalanx.supervisor.ask import NoAnswer, NodeGone, NoNode, ask, find_run_dir, why_silent
 from phalanx.supervisor.commands.common import (
     check_seconds,
     console,
@@ -45,6 +46,7 @@ from phalanx.supervisor.lock import (
 
 _SUPERVISOR = [sys.executable, "-P", "-m", "phalanx.supervisor"]
 _POLL_S = 0.05
+_STATUS_S = 2.0
 _OLD_EVERY_S = 1.0  # between two looks for what keeps a supervisor from starting
 _PRIVATE_DRAIN_S = 5.0
 _END_S = 60.0  # what a supervisor takes at most to end once its node has
@@ -221,7 +223,9 @@ def _await_ready(
         while True:
             if child.poll() is not None:
                 raise _failure(config.run_path, child.returncode, output_begins)
-            status, now = _status(config.run_path), time.monotonic()
+            left_s = math.inf if timeout_s is None else started + timeout_s - time.monotonic()
+            status = _status(config.run_path, max(_POLL_S, min(_STATUS_S, left_s)))
+            now = time.monotonic()
             if status is not None:
                 if status.ready_s >= 0:
                     return status
@@ -240,9 +244,12 @@ def _await_ready(
                 break
             time.sleep(_POLL_S)
     why = "" if late else f", and nothing has got on for {headway.still_s(now):.0f} s"
-    raise NoAnswer(
+    text = (
         f"the node was not ready after {now - started:.0f} s{why}: waiting for {', '.join(waiting)}"
     )
+    if status is None and read_pid(config.run_path) == child.pid:
+        text += f"; it does not answer: {why_silent(config.run_path)}"
+    raise NoAnswer(text)
 
 
 @contextlib.contextmanager
@@ -275,6 +282,10 @@ def private_node(
         finally:
             try:
                 killed = stop_node(config.run_path, _PRIVATE_DRAIN_S)
+            except NoAnswer:  # a signal has stopped it, or it hangs: nobody else needs it
+                supervisor.kill()
+                supervisor.wait(_END_S)
+                killed = sweep_dead(config.run_path)
             finally:
                 os.close(write_end)
                 supervisor.wait(_END_S)
@@ -307,9 +318,9 @@ class _Nothing:
         pass
 
 
-def _status(run_dir: Path) -> StatusReply | None:
+def _status(run_dir: Path, timeout_s: float) -> StatusReply | None:
     try:
-        return ask(run_dir, StatusQuery(1), StatusReply, 2.0)
+        return ask(run_dir, StatusQuery(1), StatusReply, timeout_s)
     except (NoNode, NoAnswer):
         return None
 

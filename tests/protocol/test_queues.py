@@ -3,6 +3,7 @@ docs/cli.md."""
 
 import fcntl
 import os
+import resource
 import threading
 import time
 import uuid
@@ -221,6 +222,12 @@ def test_what_some_seats_hold_is_counted(node: str) -> None:
     assert count_held(node, [1]) == 4, "of the latest incarnation"
     assert count_held(node, {0, 2}) == 2 + 5
     assert count_held(node, []) == count_held("nobody", [0]) == 0
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        assert count_held(node, [1]) == 0, "no descriptor is left to look with"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     arenas = [arena for arena, _ in held]
     del held, table
     for arena in arenas:
