@@ -187,7 +187,7 @@ class Chaos:
         for rank in found["ranks"]:
             for what in ("blocks", "slots"):
                 free, total = rank[f"free_{what}"], rank[f"total_{what}"]
-                if free != total:
+                if not free == total > 0:
                     return f"rank {rank['slot']} has {free} of {total} {what} free"
         return ""
 

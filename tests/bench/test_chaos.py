@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 
+import phalanx.bench.chaos as chaos_module
 from phalanx.bench.chaos import FAULTS_DUE_S, Chaos, Gap, longest
 from phalanx.bench.chaos_faults import DEATHS_MAX, WINDOW_S, Fault, Schedule
 from phalanx.bench.chaos_streams import Outcome, difference, predicting, receive, requests
@@ -161,6 +162,29 @@ def test_shared_memory_that_is_left_behind_is_missing(
         assert asyncio.run(chaos._missing()) == ""
         fcntl.flock(arena._fd, fcntl.LOCK_UN)  # as if its owner had died
         assert asyncio.run(chaos._missing()) == f"shared memory is left behind: {arena.name}"
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "told"), [(4, 4, ""), (3, 4, "rank 1 has 3 of 4 blocks free"), (0, 0, "rank 1 has 0 of 0 blocks free")]
+)  # fmt: skip
+def test_a_rank_without_all_its_blocks_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, total: int, told: str
+) -> None:
+    """One that has none has no worker, and takes nothing."""
+
+    async def status(chaos: Chaos) -> SimpleNamespace:
+        return SimpleNamespace(healthy=True)
+
+    rank = {
+        "slot": 1,
+        "free_blocks": free,
+        "total_blocks": total,
+        "free_slots": 2,
+        "total_slots": 2,
+    }
+    monkeypatch.setattr(Chaos, "_status", status)
+    monkeypatch.setattr(chaos_module, "read_queues", lambda node: {"requests": [], "ranks": [rank]})
+    assert asyncio.run(Chaos(tmp_path, 1, 1, print)._missing()) == told
 
 
 def test_of_a_long_gap_it_tells_the_faults() -> None:
