@@ -154,6 +154,12 @@ def test_a_repeated_command_is_answered_again(caller: Caller) -> None:
     first = caller.ask(message)
     assert first == caller.ask(message) and first.durable
     assert caller.stats().records == 1
+    handle = caller.region(1)
+    got = Get(caller.next_call(), key_of(1), handle)
+    asked = caller.ask(got)
+    assert asked.found and caller.arena.view(handle) == data_of(1)
+    caller.arena.view(handle)[:] = data_of(2)  # it is in other use by now
+    assert caller.ask(got) == asked and caller.arena.view(handle) == data_of(2)
 
 
 def test_tenants_never_share_a_record(caller: Caller) -> None:
