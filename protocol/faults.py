@@ -135,6 +135,11 @@ class Faults:
                 taken = taken and sent
         return taken
 
+    @property
+    def holds_back(self) -> bool:
+        """Whether something that was sent has not left yet."""
+        return bool(self._leaving)
+
     def arrive(self, socket: Any, peer: bytes, frame: bytes, sealed: bool) -> list[bytes]:
         """What becomes of a frame that came just now; the rest comes out of `due` later."""
         now: list[bytes] = []

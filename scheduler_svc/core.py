@@ -697,6 +697,11 @@ class Scheduler:
             if arenas.staging is not None:
                 self.restorer = Restorer(self.worker, arenas.staging, self._store_calls)
 
+    def store_stands(self) -> None:
+        """The connection to the KV store has not ended: what `store_step` gave until now went there."""
+        if self.store is not None:
+            self.store.stands()
+
     def _store_lost(self, lost: StoreLost, now_ns: int) -> None:
         if self.store is not None:
             self.store.lost()

@@ -9,6 +9,7 @@ served all the same.
 import time
 from typing import TypeVar
 
+from phalanx.protocol import faults
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import ArenaError, DecodeError
@@ -136,6 +137,8 @@ class Shell:
         """Whatever the store had not copied is gone with the connection."""
         if receive(self.store_ends, MESSAGES_PER_TURN):
             self.core.handle(StoreLost(), time.monotonic_ns())
+        elif faults.active is None or not faults.active.holds_back:
+            self.core.store_stands()
 
     def on_supervisor(self, message: FromSupervisor) -> None:
         """TopologyChanged only wakes the loop, which looks at the board each turn."""
@@ -179,6 +182,7 @@ class Shell:
 
     def turn(self, now_ns: int) -> float | None:
         """One turn of the loop; returns the longest wait until the next in ms."""
+        self.on_store_end()
         self._watch_topology(now_ns)
         self._greet(now_ns)
         self._take_results(now_ns)

@@ -50,7 +50,9 @@ class _Pin:
     region: int
     key: bytes  # of the block; of the block behind which the state is
     deadline_ns: int
-    lost: bool = False  # put before it was heard that the store is gone
+    lost: bool = (
+        False  # it was put, perhaps to the store after the one that was then heard to be gone
+    )
 
 
 class Offload:
@@ -71,7 +73,8 @@ class Offload:
         self._block_generation, self._state_generation = generations
         self._regions = list(range(hello.num_snapshots - 1, -1, -1))
         self._jobs: deque[_Job] = deque()
-        self._pins: dict[int, _Pin] = {}
+        self._pins: dict[int, _Pin] = {}  # by call, oldest first
+        self._since: dict[int, None] = {}  # calls of those put since `stands`
         self._held = 0  # blocks in jobs and pins
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # blocks
         self._states: OrderedDict[bytes, None] = OrderedDict()  # by the block behind which each is
@@ -180,7 +183,7 @@ class Offload:
 
     def _put(self, pin: _Pin, begun_ns: int) -> Put:
         call, hello = next(self._calls), self._hello
-        self._pins[call] = pin
+        self._pins[call], self._since[call] = pin, None
         if pin.block >= 0:
             at, size = pin.block * hello.block_bytes, hello.block_bytes
             handle = Handle(hello.block_arena, at, size, (size,), "u1", 0, self._block_generation)
@@ -191,7 +194,7 @@ class Offload:
         return Put(call, key, "state", handle, "memory", 0, pin.deadline_ns, begun_ns)
 
     def done(self, answer: PutDone) -> None:
-        pin = self._pins.pop(answer.call, None)
+        pin = self._take(answer.call)
         if pin is None:
             return  # its deadline passed, or it is of an earlier worker
         self._unpin(pin)
@@ -207,25 +210,37 @@ class Offload:
         for key in keys[state:]:
             self._states.pop(key, None)
 
-    def lost(self) -> None:
-        """The store is gone. The next one may have less than it had.
+    def stands(self) -> None:
+        """The connection to the store has not ended: all that was put until now went there."""
+        self._since.clear()
 
-        That is heard late, perhaps when the next one was asked already. So what was put is held as long as if
-        nothing had happened.
+    def lost(self) -> None:
+        """The store is gone, and nobody reads any more what it was given. The next one may have less than it had.
+
+        But that is heard late, perhaps when the next one was asked already: what was put since the connection was
+        looked at last is held as long as if nothing had happened.
         """
         self._stored.clear()
         self._states.clear()
-        for pin in self._pins.values():
-            pin.lost = True
+        pins, self._pins = self._pins, {call: self._pins[call] for call in self._since}
+        for call, pin in pins.items():
+            if call in self._pins:
+                pin.lost = True
+            else:
+                self._unpin(pin)
 
     def expire(self, now_ns: int) -> None:
         if self._pins and next(iter(self._pins.values())).deadline_ns < now_ns:
             late = [call for call, pin in self._pins.items() if pin.deadline_ns < now_ns]
-            pins = [self._pins.pop(call) for call in late]
+            pins = [pin for call in late if (pin := self._take(call)) is not None]
             for pin in pins:
                 self._unpin(pin)
             if not all(pin.lost for pin in pins):
                 self._quiet_until_ns = now_ns + QUIET_MS * 1_000_000
+
+    def _take(self, call: int) -> _Pin | None:
+        self._since.pop(call, None)
+        return self._pins.pop(call, None)
 
     def _unpin(self, pin: _Pin) -> None:
         if pin.block >= 0:

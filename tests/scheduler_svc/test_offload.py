@@ -100,6 +100,18 @@ def test_the_death_of_the_worker_ends_the_wait() -> None:
     assert story.free == (19, 8)
 
 
+def test_the_death_of_the_store_ends_the_wait() -> None:
+    story = Story(store=True)
+    story.submit(0, 300, max_tokens=2)
+    story.run()
+    late, story.puts = puts(story), []
+    story.core.store_stands()
+    story.event(StoreLost())
+    assert story.free == (19, 8)
+    story.event(*(PutDone(put.call, True, False) for put in late))
+    assert story.free == (19, 8)
+
+
 def test_the_next_store_may_have_them_when_the_death_of_the_last_one_is_heard() -> None:
     story = Story(store=True)
     for number in range(2):

@@ -181,6 +181,7 @@ class RankUnderTest:
         self.worker: HashWorker | None = None
         self.old_results: list[StepResult] = []
         self.poison = Poison()
+        self.losses = 0  # of the store, that it has not heard of yet
         self.start()
 
     def start(self) -> None:
@@ -228,6 +229,10 @@ class RankUnderTest:
         worker.staging = self.world.staged
         return StoreArenas(0, 0, Staging(name, 0, blocks, states))
 
+    def store_lost(self) -> None:
+        self.losses -= 1
+        self.event(StoreLost())
+
     def event(self, *events: object) -> None:
         world = self.world
         for event in events:
@@ -245,6 +250,8 @@ class RankUnderTest:
             if isinstance(message, Tokens):
                 self.onlooker.said(message)
             world.to_gateway(self, message)
+        if not self.losses:
+            core.store_stands()
         for request in core.store_step(world.now_ns):
             world.to_store(self, request)
         for plan in actions.plans:
@@ -494,14 +501,9 @@ class World:
     def _lose_store(self) -> None:
         self.store_incarnation += 1  # what it had not copied yet, it never copies
         for rank in self.ranks:
-            core = rank.core
+            rank.losses += 1
             late_ns = self.side.choice((0, self.side.randrange(100) * MS))
-
-            def told(rank: RankUnderTest = rank, core: Scheduler = core) -> None:
-                if rank.core is core:
-                    rank.event(StoreLost())
-
-            self.after(late_ns, told)
+            self.after(late_ns, rank.store_lost)
 
     def _at_random(self, then: Callable[[], None]) -> None:
         self.after(self.rng.randrange(FAULTS_END_NS), then)

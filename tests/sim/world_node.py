@@ -238,6 +238,7 @@ class Node(Host):
                 line.up.receiver_died()
         if isinstance(body, StoreBody):
             for scheduler in self.schedulers():
+                scheduler.losses += 1
                 self.after(self.ms(0, 5), scheduler.store_lost)
 
     def _fed(self, child: Child) -> None:

@@ -47,6 +47,7 @@ class SchedulerBody(Body):
         row = node.seats[self.seat]
         self.links = SeatLink(row, "sim", self.seat, self.incarnation, node.make_link)
         self.up, self.peer = node.connect(self)
+        self.losses = 0  # of the store, that it has not heard of yet
         self._topology_version = 0
         self._gateway: int | None = None
         self._stagings = 0
@@ -95,6 +96,8 @@ class SchedulerBody(Body):
                 self.onlooker.said(message)
             self.up.send(message)
         away = False
+        if not self.losses:
+            self.core.store_stands()
         for request in self.core.store_step(self.now_ns):
             if isinstance(request, Get):
                 staged = self.node.staged[request.handle.arena]
@@ -114,6 +117,7 @@ class SchedulerBody(Body):
         return Staging(name, 0, blocks, states)
 
     def store_lost(self) -> None:
+        self.losses -= 1
         self.take(StoreLost())
 
     # ------------------------------------------------------------ as in the shell
