@@ -1,6 +1,5 @@
 """The supervisor's end of a process that forks others when their turn comes (`protocol/standby.py`)."""
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -53,11 +52,21 @@ class Forked:
     def poll(self) -> int | None:
         """Its exit code, or minus the signal; None while it lives, or is not ours yet."""
         if self._code is None:
-            with contextlib.suppress(ChildProcessError):
+            try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self._code = os.waitstatus_to_exitcode(status)
+            except ChildProcessError:
+                self._code = self._gone()
         return self._code
+
+    def _gone(self) -> int | None:
+        """What it counts as when somebody else has reaped it; None: nobody has."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return -signal.SIGKILL
+        return None
 
     def wait(self, timeout: float | None = None) -> int:
         deadline = time.monotonic() + (_ADOPT_S if timeout is None else timeout)

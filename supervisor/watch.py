@@ -63,7 +63,9 @@ class Watch:
         for fd in ready:
             child = self._owners[fd]  # raw descriptors come back as themselves
             if fd == child.pidfd:
-                ended.append(child)
+                # A fork whose parent has not ended yet, as it should within a millisecond, is not ours to reap.
+                if child.process.poll() is not None:
+                    ended.append(child)
             elif child not in dead:
                 dead.append(child)
         for child in dead:

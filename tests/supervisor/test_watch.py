@@ -1,6 +1,8 @@
 """A death shows by its mark, long before the pipe closes; and by the pipe of one that died too early to have a mark."""
 
 import os
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ import pytest
 
 from phalanx.protocol.board import Board, ProcessPhase
 from phalanx.supervisor.events import PipeClosed
+from phalanx.supervisor.forks import Forked, adopt_orphans
 from phalanx.supervisor.processes import ProcessSpec
 from phalanx.supervisor.spawn import Child
 from phalanx.supervisor.watch import Watch
@@ -76,4 +79,41 @@ def test_without_a_mark_the_pipe_tells(board: Board, tmp_path: Path) -> None:
         deaths, ended = deaths + [*more], ended + gone
     assert [death.by for death in deaths] == ["death pipe"]
     assert watch.remove(ended[0]) == -9
+    watch.close()
+
+
+FORKS = """
+import os, sys, time
+if pid := os.fork():
+    print(pid, flush=True)
+    sys.stdin.readline()
+else:
+    time.sleep(600)
+"""
+
+
+def test_a_fork_that_is_not_ours_yet_holds_nobody_up(board: Board, tmp_path: Path) -> None:
+    """Its parent should have ended, and is stopped or gets no CPU: the supervisor waited for it, then crashed."""
+    watch = Watch(f"ipc://{tmp_path}/s", board, 1 << 20)
+    assert adopt_orphans(True)
+    command = [sys.executable, "-P", "-c", FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as between:
+        assert between.stdin is not None and between.stdout is not None
+        fork = Forked(int(between.stdout.readline()))
+        read_end, write_end = os.pipe()
+        pidfd = os.pidfd_open(fork.pid)
+        spec = ProcessSpec("worker-0", "worker", "m", 5, seat=0)
+        watch.add(Child(spec, 2, fork, read_end, pidfd, tmp_path / "out", 0))
+        os.kill(fork.pid, signal.SIGKILL)
+        select.select([pidfd], [], [], 20)
+        assert watch.wait(10) == ([], [], False)
+        between.stdin.close()  # it ends
+    deadline, ended = time.monotonic() + 20, list[Child]()
+    while not ended:
+        assert time.monotonic() < deadline
+        _, ended, _ = watch.wait(10)
+    assert watch.remove(ended[0]) == -9
+    assert Forked(fork.pid).poll() == -9, "who is nowhere is not waited for"
+    adopt_orphans(False)
+    os.close(write_end)
     watch.close()
