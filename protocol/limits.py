@@ -99,7 +99,10 @@ STOPPED_MS = DRAIN_GRACE_MS + TERM_GRACE_MS + KILL_GRACE_MS + 10_000
 MAX_SEATS = 64  # ranks of one node: one bit each in the membership mask
 MAX_PROCESSES = 256  # rows of the heartbeat table
 FAULTS_MAX = 64  # made on purpose in one process at a time
-RING_BYTES = 4 << 20  # plan ring and result ring of one rank
+RING_BYTES = 4 << 20  # result ring of one rank
+# Its plan ring: two plans lie unread in it, and as much as a third may take is left out before its end.
+PLAN_RING_BYTES = 8 << 20
+PLAN_BYTES_MAX = PLAN_RING_BYTES // 3 - 64
 TOPOLOGY_BYTES_MAX = 1 << 20
 EXPERT_FINDINGS_MAX = 64  # that one worker tells of at a time
 BLOCK_SIZE = 128  # tokens of a KV block

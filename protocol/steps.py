@@ -13,7 +13,7 @@ import msgspec
 from phalanx.protocol.arena import Arena, arena_name, names
 from phalanx.protocol.board import SeatRow
 from phalanx.protocol.errors import ArenaError
-from phalanx.protocol.limits import RING_BYTES
+from phalanx.protocol.limits import PLAN_RING_BYTES, RING_BYTES
 from phalanx.protocol.messages import Sampling, TokenLogprobs
 from phalanx.protocol.ring import Ring, positions_in
 
@@ -129,6 +129,15 @@ _plan_decoder = msgspec.msgpack.Decoder(ToWorker)
 _result_decoder = msgspec.msgpack.Decoder(ToScheduler)
 
 
+# Of the rings of plans and of results in the link arena.
+_PLACES = (0, PLAN_RING_BYTES), (PLAN_RING_BYTES, PLAN_RING_BYTES + RING_BYTES)
+
+
+def introduction_bytes(sampling: Sampling) -> int:
+    """What a new sequence takes in a plan beside its tokens, at most."""
+    return 64 + len(_encoder.encode(sampling))
+
+
 def link_arena_name(node: str, seat: int, link: int) -> str:
     return arena_name(node, f"link{seat}", f"{link >> 32}.{link & 0xFFFFFFFF}")
 
@@ -138,17 +147,15 @@ class Link:
 
     def __init__(self, arena: Arena, seat: SeatRow) -> None:
         self.arena = arena
-        half = RING_BYTES
-        self._plans = Ring(arena.data[:half], f"{arena.name} plans", seat.bell)
-        self._results = Ring(
-            arena.data[half : 2 * half], f"{arena.name} results", seat.scheduler_bell
-        )
+        plans, results = (arena.data[at:end] for at, end in _PLACES)
+        self._plans = Ring(plans, f"{arena.name} plans", seat.bell)
+        self._results = Ring(results, f"{arena.name} results", seat.scheduler_bell)
 
     @classmethod
     def create(cls, node: str, number: int, link: int, seat: SeatRow) -> "Link":
         arena = Arena.create(
             link_arena_name(node, number, link),
-            2 * RING_BYTES,
+            _PLACES[-1][1],
             f"scheduler-{number}",
             keep_free=0,
         )
@@ -195,7 +202,7 @@ def read_rings(node: str, seat: int, incarnation: int) -> list[dict[str, Any]]:
         with Arena.attach(link_arena_name(node, seat, incarnation << 32 | max(numbers))) as arena:
             found: list[dict[str, Any]] = []
             for at, (name, reader) in enumerate((("plans", "worker"), ("results", "scheduler"))):
-                with positions_in(arena.data[at * RING_BYTES :]) as positions:
+                with positions_in(arena.data[_PLACES[at][0] :]) as positions:
                     head, tail = positions
                 found.append(
                     {"ring": name, "reader": f"{reader}-{seat}", "written": head, "read": tail}

@@ -53,7 +53,21 @@ def admit(
     # longer than that goes first all the same.
     head_start_ns = submit.priority * config.priority_step_ms * 1_000_000
     order = (0 if submit.resumed else 1, now_ns - head_start_ns, serial)
-    return sequence_of(submit, max_outputs, order, now_ns)
+    sequence = sequence_of(submit, max_outputs, order, now_ns)
+    _check_size(sequence)
+    return sequence
+
+
+def _check_size(sequence: Sequence) -> None:
+    """A plan can tell the worker of it, also after it has moved with all its outputs. Raises Refused."""
+    prompt, outputs, beside = sequence.num_prompt, sequence.max_outputs, sequence.settings_bytes
+    if 4 * (prompt + outputs) + beside > PLAN_NEW_BYTES_MAX:
+        raise Refused(
+            Code.BAD_REQUEST,
+            f"{prompt} prompt tokens and up to {outputs} outputs, of 4 bytes each, with {beside} bytes of settings are"
+            f" more than the {PLAN_NEW_BYTES_MAX} bytes that one sequence may have: leave out predicted_token_ids or"
+            " forced_token_ids, or lower max_tokens",
+        )
 
 
 def _room(submit: Submit, worker: WorkerHello, total_blocks: int) -> int:
@@ -76,12 +90,6 @@ def _room(submit: Submit, worker: WorkerHello, total_blocks: int) -> int:
             Code.BAD_REQUEST,
             f"{prompt} prompt tokens and up to {max_outputs} outputs need {needed} KV blocks, the pool"
             f" has {total_blocks}: shorten the prompt, lower max_tokens or give the node more kv_bytes",
-        )
-    if 4 * (prompt + max_outputs) > PLAN_NEW_BYTES_MAX:
-        raise Refused(
-            Code.BAD_REQUEST,
-            f"{prompt} prompt tokens and up to {max_outputs} outputs are more than the"
-            f" {PLAN_NEW_BYTES_MAX // 4} tokens that one sequence may have",
         )
     return max_outputs
 

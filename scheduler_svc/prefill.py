@@ -14,20 +14,21 @@ another rank with outputs do the same, and then compute their outputs: the block
 
 from collections.abc import Iterator
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 import msgspec
 
-from phalanx.protocol.limits import RING_BYTES
 from phalanx.protocol.prompt_logprobs import STEP_BYTES_MAX
 from phalanx.scheduler_svc.blocks import blocks_for
 from phalanx.scheduler_svc.rank import Fork, Rank
 from phalanx.scheduler_svc.state import Chunk, Sequence
 
-# A plan carries all tokens of its new sequences; half a ring leaves room for the rest of it.
-PLAN_NEW_BYTES_MAX = RING_BYTES // 2
+# A plan carries all tokens and settings of its new sequences; what is left of `PLAN_BYTES_MAX` is for the rest of it.
+PLAN_NEW_BYTES_MAX = 2 << 20
 OVERTAKES = 4  # a prompt with so many times less left may go first
 OVERTAKEN_MAX = 32  # times that a waiting sequence lets others go first
+_SETTINGS, _SETTINGS_OF_CHUNK = attrgetter("settings_bytes"), attrgetter("sequence.settings_bytes")
 LOOKAHEAD = 8  # waiting sequences looked at
 OLDEST_SHARE = 4  # the oldest begun prompt gets at least this part of the rows
 
@@ -142,20 +143,29 @@ class _Taking:
         and are shared with nobody. The first that asks for more thought ends it."""
         rank, passes = self._rank, self._rank.table.passes
         room, used_max = self._max_num_seqs - rank.num_running, self._watermark * rank.pool.total
+        room, settings_bytes = self._settings_of_heads(min(room, len(rank.free_slots)))
+        most = (self._room - settings_bytes) // 4
         if passes is None:
-            self._whole, left = self._start_heads(room, used_max)
+            self._whole, left = self._start_heads(room, most, used_max)
         else:
             self._whole, left = passes.start_whole(
-                rank, self._begun, self._stored, room, self._left, self._room // 4, used_max
+                rank, self._begun, self._stored, room, self._left, most, used_max
             )
-        self._room -= 4 * (self._left - left)
+        self._room -= 4 * (self._left - left) + sum(map(_SETTINGS_OF_CHUNK, self._whole))
         self._left = left
 
-    def _start_heads(self, room: int, used_max: float) -> tuple[list[Chunk], int]:
-        """Of at most `room` sequences; (their chunks, rows that are left)."""
+    def _settings_of_heads(self, most: int) -> tuple[int, int]:
+        """At the queue's head, of at most so many: (sequences whose settings fit into half of the room, their bytes)."""
+        sizes = list(map(_SETTINGS, self._rank.waiting[: max(0, most)]))
+        while (nbytes := sum(sizes)) > self._room // 2:
+            del sizes[-1 - len(sizes) // 2 :]
+        return len(sizes), nbytes
+
+    def _start_heads(self, room: int, most: int, used_max: float) -> tuple[list[Chunk], int]:
+        """Of at most `room` sequences with `most` tokens together; (their chunks, rows that are left)."""
         rank, stored, begun, whole = self._rank, self._stored, self._begun, list[Chunk]()
-        left, most, used, total = self._left, self._room // 4, rank.pool.used, rank.pool.total
-        room, outputs = min(room, len(rank.free_slots)), rank.t.output_tokens
+        left, used, total = self._left, rank.pool.used, rank.pool.total
+        outputs = rank.t.output_tokens
         num_blocks: list[int] = []
         for first in rank.waiting[: max(0, room)]:
             count = first.num_prompt + outputs.item(first.row)
@@ -247,8 +257,7 @@ class _Taking:
                 continue
             if sequence.stored and self._stored and self._stored.must_wait(sequence):
                 continue
-            num_tokens = self._tokens(sequence)
-            fits = 4 * num_tokens <= self._room and may_start(
+            fits = self._told_bytes(sequence) <= self._room and may_start(
                 rank, sequence, self._max_num_seqs, self._watermark
             )
             if fits:
@@ -263,6 +272,10 @@ class _Taking:
         if count is None:
             count = self._totals[sequence] = sequence.num_tokens
         return count
+
+    def _told_bytes(self, sequence: Sequence) -> int:
+        """What a plan that tells the worker of it takes for that."""
+        return 4 * self._tokens(sequence) + sequence.settings_bytes
 
     def _planned(self, sequence: Sequence) -> int:
         return self._rank.t.planned.item(sequence.row) + self._counts.get(sequence, 0)
@@ -286,13 +299,13 @@ class _Taking:
 
     def _wants(self, sequence: Sequence) -> bool:
         told_now = not sequence.known and sequence not in self._counts
-        if told_now and 4 * self._tokens(sequence) > self._room:
+        if told_now and self._told_bytes(sequence) > self._room:
             return False
         return self._planned(sequence) < self._end(sequence)
 
     def _give(self, sequence: Sequence, most: int) -> None:
         if not sequence.known and sequence not in self._counts:
-            self._room -= 4 * self._tokens(sequence)
+            self._room -= self._told_bytes(sequence)
         start = self._rank.t.planned.item(sequence.row)
         count = min(most, self._left, self._end(sequence) - self._planned(sequence))
         if sequence.scores.wanted:
@@ -309,14 +322,14 @@ class _Taking:
         rank = self._rank
         for follower in rank.followers(leader):
             shared = rank.shared_blocks(leader)
-            fits = 4 * self._tokens(follower) <= self._room and may_start(
+            fits = self._told_bytes(follower) <= self._room and may_start(
                 rank, follower, self._max_num_seqs, self._watermark, shared
             )
             if not self._left or not fits:
                 break
             self._forks.append(rank.fork(leader, follower))
             self._counts[follower] = 1
-            self._room -= 4 * self._tokens(follower)
+            self._room -= self._told_bytes(follower)
             self._left -= 1
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:

@@ -18,7 +18,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from phalanx.protocol.queues import REQUEST_ID_BYTES, Phase, QueueTable, State
-from phalanx.protocol.steps import NewSequence
+from phalanx.protocol.steps import NewSequence, introduction_bytes
 from phalanx.scheduler_svc.compiled import ROWS
 from phalanx.scheduler_svc.outputs import Int32, Outputs
 from phalanx.scheduler_svc.scores import NO_SCORES, Scores
@@ -91,8 +91,10 @@ class Sequence(msgspec.Struct, eq=False):
     error: str = ""
     finished_ns: int = 0
     final_due_ns: int = 0  # when its final is said again
+    settings_bytes: int = 0  # of a plan that tells its worker of it, beside its tokens
 
     def __post_init__(self) -> None:
+        self.settings_bytes = introduction_bytes(self.sampling)
         if self.sampling.prompt_logprobs is not None:
             self.scores = Scores(self.sampling, self.num_prompt, self.first_score)
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from phalanx.protocol.arena import Arena, arena_name
 from phalanx.protocol.errors import RingFull
 from phalanx.protocol.futex import Word
+from phalanx.protocol.limits import PLAN_BYTES_MAX, PLAN_RING_BYTES
 from phalanx.protocol.ring import RING_HEADER_BYTES, Ring
 
 PRODUCER = """
@@ -62,6 +63,17 @@ def test_full_names_the_distance() -> None:
     ring.write(b"x" * 40)
     with pytest.raises(RingFull, match="the reader is 48 of 64 bytes behind"):
         ring.write(b"y" * 40)
+
+
+def test_two_of_the_largest_plans_fit_wherever_the_ring_is() -> None:
+    ring = make(PLAN_RING_BYTES - RING_HEADER_BYTES)
+    first, second = b"a" * PLAN_BYTES_MAX, b"b" * PLAN_BYTES_MAX
+    for step in (0, 1, 100_000, 700_000, 1_300_000, PLAN_BYTES_MAX - 9):
+        ring.write(bytes(step))
+        ring.read()
+        ring.write(first)
+        ring.write(second)
+        assert (ring.read(), ring.read(), ring.read()) == (first, second, None)
 
 
 @pytest.mark.process

@@ -69,7 +69,7 @@ def test_larger_than_a_plan() -> None:
     hello = WorkerHello(1, 9999, 4, 1 << 21, VOCAB, 1, 1, 1, "ph-a", "ph-b", 0, 5, "f")
     story.event(hello, Membership(2, True))
     story.submit(0, 530_000)
-    assert "524288" in refusal(story).message
+    assert "2097152" in refusal(story).message
 
 
 @pytest.mark.parametrize("where", ["prompt", "outputs", "logit_bias"])

@@ -1,10 +1,16 @@
 """Which prompts enter a step: chunks under the budget, all blocks at the first one, nobody overtaken."""
 
+import msgspec
+import numpy as np
 import pytest
 
+from phalanx.protocol.errors import Code
+from phalanx.protocol.limits import PLAN_BYTES_MAX
+from phalanx.protocol.messages import Refusal, Sampling, Submit, Submitted
 from phalanx.protocol.queues import State
 from phalanx.scheduler_svc import prefill
-from sim.scheduler_story import Story
+from phalanx.scheduler_svc.events import Membership, StoreArenas
+from sim.scheduler_story import Story, request_id
 
 
 def test_whole_prompts_then_a_cut_one_and_the_rest_waits() -> None:
@@ -144,3 +150,43 @@ def test_between_two_chunks_it_runs_in_the_table() -> None:
     story.step()
     assert story.columns.state[story.core.rank.prefilling[0].row] == State.RUNNING
     assert story.columns.committed[story.core.rank.prefilling[0].row] == 50
+
+
+def long_story(**settings: int) -> Story:
+    """Its model takes very long sequences."""
+    story = Story(accepting=False, **settings)
+    story.worker.max_model_len = 1 << 20
+    story.event(story.worker.hello(), StoreArenas(0, 0), Membership(2, True))
+    return story
+
+
+@pytest.mark.parametrize("siblings", [False, True])
+@pytest.mark.parametrize("outputs", [0, 5])
+def test_settings_of_new_sequences_fit_the_ring_too(siblings: bool, outputs: int) -> None:
+    """Drafts, biases and bans of all that begin with one step may take more than their tokens."""
+    limits = {"max_num_seqs": 64, "max_waiting": 64}
+    story = long_story(num_blocks=1_000, num_slots=64, **limits)
+    story.submit(99, 10, max_tokens=1)  # under way while the others come
+    forced = tuple([49] * 60_000)
+    sampling = Sampling(seed=1, max_tokens=60_000, forced_token_ids=forced, ignore_eos=True)
+    ids = np.array([1, 2, 3], np.int32).tobytes()
+    came = np.array([49] * outputs, np.int32).tobytes()
+    for at in range(64):
+        name, index = (request_id(0), at) if siblings else (request_id(at), 0)
+        story.event(Submit(at, name, index, 1, ids, sampling, came, resumed=outputs > 0))
+    begun = 0
+    for _ in range(12):
+        story.step()
+        assert story.plan is not None
+        begun += len(story.plan.new)
+        assert len(msgspec.msgpack.encode(story.plan)) <= PLAN_BYTES_MAX
+    assert begun == 64
+
+
+def test_settings_that_no_plan_has_room_for_are_refused() -> None:
+    story = long_story(num_blocks=4_000)
+    story.submit(0, 10, max_tokens=200_000, forced_token_ids=(40,) * 200_000)
+    story.submit(1, 10, max_tokens=450_000, forced_token_ids=(40,) * 450_000)
+    assert len(story.of(Submitted)) == 1
+    (refusal,) = story.of(Refusal)
+    assert refusal.code is Code.BAD_REQUEST and "forced_token_ids" in refusal.message
