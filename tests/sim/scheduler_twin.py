@@ -56,6 +56,10 @@ class Twin(Scheduler):
         assert asked == self.other.store_step(now_ns)
         return asked
 
+    def store_stands(self) -> None:
+        super().store_stands()
+        self.other.store_stands()
+
     def _compare(self) -> None:
         for name, ours in vars(self.table.columns).items():
             theirs = getattr(self.other.table.columns, name)
