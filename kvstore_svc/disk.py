@@ -58,6 +58,15 @@ def remove_segments(directory: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def sync_names(directory: Path) -> None:
+    """What was removed there does not come back when the machine loses power. Raises OSError."""
+    names = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(names)
+    finally:
+        os.close(names)
+
+
 class Disk:
     """The directory of one store, locked against a second one.
 

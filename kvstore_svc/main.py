@@ -12,7 +12,7 @@ from typing import Any, assert_never
 from phalanx.kvstore_svc import events
 from phalanx.kvstore_svc.arenas import Arenas
 from phalanx.kvstore_svc.config import StoreConfig
-from phalanx.kvstore_svc.disk import read_cleared, remove_segments, write_cleared
+from phalanx.kvstore_svc.disk import read_cleared, remove_segments, sync_names, write_cleared
 from phalanx.kvstore_svc.engine import Engine, Reply, new_wake
 from phalanx.kvstore_svc.layout import Kind
 from phalanx.protocol.codec import Decoder, call_of, encode
@@ -227,16 +227,17 @@ class Store:
             self._answer(reply)
         self._service.beat()
         remove_segments(engine.disk.directory)
-        self._keep_cleared(engine.disk.directory)  # if there was no room for that before
+        self._keep_cleared(engine.disk.directory)  # now there is room for it, if there was none
         self._log.info("store cleared")
         self.engine = self._open(lambda fraction: self._service.beat())
 
     def _keep_cleared(self, directory: Path) -> None:
-        """For the next store process: who computes now may outlive this one."""
+        """For the next store process, since who computes now may outlive this one; and for one after a loss of power."""
         try:
             write_cleared(directory, self._cleared_ns)
+            sync_names(directory)
         except OSError as error:
-            self._log.warning("cannot note when the store was cleared", error=str(error))
+            self._log.warning("a crash may undo that the store was cleared", error=str(error))
 
     def _without_disk(self, message: KVRequest) -> KVReply:
         match message:

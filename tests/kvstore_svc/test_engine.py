@@ -7,14 +7,18 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import structlog
 
 from phalanx.kvstore_svc.config import StoreConfig
 from phalanx.kvstore_svc.disk import STORE_FILE, Disk
 from phalanx.kvstore_svc.engine import Engine, Reply
 from phalanx.kvstore_svc.events import Call, Event, Get, GetReply, Put, PutReply
 from phalanx.kvstore_svc.layout import PAGE, Kind
+from phalanx.kvstore_svc.main import Store
 
 CONFIG = StoreConfig(max_bytes=64 << 20, ram_bytes=1 << 20)
 
@@ -256,3 +260,23 @@ def test_a_file_system_without_direct_io_is_used_buffered(
     assert session.put(range(5))[4].durable and session.get(4) == payload(4)
     assert not session.engine.disk.direct
     session.engine.close()
+
+
+def test_what_is_cleared_is_so_after_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that are only removed in memory come back, and with them what a rank computed wrong."""
+    session = Session(tmp_path)
+    session.put(range(3))
+    synced: list[tuple[int, list[str]]] = []
+
+    def sync(fd: int) -> None:
+        names = sorted(path.name for path in tmp_path.iterdir())
+        synced.append((os.fstat(fd).st_ino, names))
+
+    store: Any = Store.__new__(Store)
+    store._service, store._log = SimpleNamespace(beat=lambda: None), structlog.get_logger()
+    store._open = lambda progress: None
+    monkeypatch.setattr(os, "fsync", sync)
+    store._clear(session.engine)
+    assert synced[-1] == (tmp_path.stat().st_ino, ["cleared", STORE_FILE])

@@ -543,8 +543,8 @@ def test_a_start_waits_for_an_old_process_as_long_as_the_kernel_may_take(node: T
                 path.unlink()
         node.start()
         time.sleep(4)
+        until(lambda: f"waiting for processes of an earlier node (pids {late}) in" in node.said())
         assert node.supervisor is not None and node.supervisor.poll() is None, node.said()
-        assert f"waiting for processes of an earlier node (pids {late}) in" in node.said()
     finally:
         os.kill(late, signal.SIGKILL)
     node.wait_healthy()
