@@ -10,7 +10,9 @@ from forward_world import weights_of
 from msgspec.structs import replace
 
 from phalanx.kernels.reference.sample import SampleStatus
+from phalanx.protocol.arena import Arena
 from phalanx.protocol.config import WorkerConfig
+from phalanx.protocol.errors import StaleHandle
 from phalanx.protocol.messages import Sampling
 from phalanx.worker_svc import scoring
 from phalanx.worker_svc.model.reader import Reader
@@ -301,3 +303,19 @@ def test_an_engine_is_as_truncated_as_its_configuration() -> None:
         streams.append((preempted.outputs, preempted.logprobs))
     assert streams[0] == streams[1] == streams[2]
     assert streams[0][1] != expected("tiny-a", wanted)[0].logprobs
+
+
+def test_another_scheduler_makes_what_the_last_one_handed_out_stale() -> None:
+    """The KV store may still have its puts, and blocks and places of states are in other use soon."""
+    with EngineWorld("short", num_slots=1) as world:
+        hello = world.engine.hello()
+        for name, nbytes in (
+            (hello.block_arena, hello.block_bytes),
+            (hello.snapshot_arena, hello.slot_bytes),
+        ):
+            with Arena.attach(name) as arena:
+                before = arena.handle(0, nbytes)
+                assert len(arena.view(before)) == nbytes
+                world.engine.reset()
+                with pytest.raises(StaleHandle):
+                    arena.check(before)
