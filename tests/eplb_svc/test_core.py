@@ -71,6 +71,8 @@ def test_it_asks_until_it_is_answered() -> None:
     core.on_counts(report(HOT))
     assert not plan(core, 3 * PERIOD_NS), "the last one is not answered"
     core.on_answer(Rebalanced(ask.call + 7, 5, 3), S)
+    core.on_answer(Error(ask.call - 1, Code.NOT_READY, "of an earlier one"), S)
+    assert core.take_ask(2 * S) == ask and (core.applied, core.refused) == (0, 0)
     core.on_answer(Rebalanced(ask.call, 5, 3), S)
     assert core.take_ask(9 * S) is None and (core.applied, core.refused) == (1, 0)
     core.on_answer(Rebalanced(ask.call, 5, 3), S)

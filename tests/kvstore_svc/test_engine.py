@@ -244,6 +244,43 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again.engine.close()
 
 
+def test_records_are_on_the_disk_before_the_index_that_tells_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power may keep what was written last and lose what was written before."""
+    calls: list[str] = []
+
+    def note(name: str) -> None:
+        real = getattr(os, name)
+
+        def noted(*arguments: object) -> object:
+            calls.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(os, name, noted)
+
+    for name in ("pwritev", "fdatasync", "ftruncate", "fsync"):
+        note(name)
+    session = Session(tmp_path)
+    session.put(range(3), durable=False)
+    session.engine.close()
+    assert calls[-4:] == ["fdatasync", "pwritev", "ftruncate", "fsync"]
+    assert "pwritev" in calls[:-4]
+
+
+def test_nothing_of_another_record_is_written_behind_one(tmp_path: Path) -> None:
+    """Frames are used again, and are longer than most records."""
+    session = Session(tmp_path)
+    frames = CONFIG.num_frames(Kind.BLOCK)
+    for number in range(2 * frames):
+        call, length = (b"put", number), 114_048 if number < frames else 10
+        session.memory.regions[call] = bytearray(b"\xaa" * length)
+        session.ask([Put(call, key_of(number), Kind.BLOCK, length, True)])
+    session.engine.close()
+    written = b"".join(path.read_bytes() for path in tmp_path.glob("seg-*.kv"))
+    assert written.count(b"\xaa" * 16) == frames * (114_048 // 16)
+
+
 def test_a_file_system_without_direct_io_is_used_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,3 +224,14 @@ def test_a_row_that_differs_is_told_with_both_ranks_and_the_own_slot_looked_at()
     rank.scrub.begin_epoch({0: 3, 1: 4})
     rank.run(1)
     assert rank.findings == (), "that one is another worker"
+
+
+def test_a_row_of_an_earlier_group_proves_nothing() -> None:
+    """Who computed it may be gone."""
+    rank = Rank(A)
+    rank.run(1)
+    rank.bits.rows = [Recomputed(0, 1, 3, False)]
+    rank.scrub.leave()
+    rank.scrub.begin_epoch({1: 4})
+    rank.run(4)
+    assert rank.findings == () and rank.told[-1].scrubbed.rows == 0
