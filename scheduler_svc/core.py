@@ -77,6 +77,7 @@ SETTLING_NS = 10_000_000_000  # so long after a change of the group all prompts 
 # That they get in their first step; as long as they use them up, twice as many in the next.
 MOVED_ROWS = 128
 RESENT_RECORDS = 8192  # of prompt log-probabilities in one message
+RESENT_TOKENS = 8192  # with what was said before; 300 bytes each with 20 alternatives
 FLIGHTS_MAX = 2  # plans under way at once: the next one is made while a step runs
 
 
@@ -135,6 +136,7 @@ class Scheduler:
         self._plan_seq = 0
         self._tokens_seq = 0
         self._items: list[TokensItem] = []
+        self._resent = 0  # tokens in these that were asked for again
         self._rows: TokenRows | None = None
         self._out: list[BusToGateway] = []
         self._load = LoadReport()
@@ -317,7 +319,21 @@ class Scheduler:
                     known.score_item(at, min(at + RESENT_RECORDS, known.scores.count))
                 )
                 self._flush_items()
-            self._items.append(known.item(resend.offset))
+            self._say_again(known, resend.offset)
+
+    def _say_again(self, sequence: Sequence, offset: int) -> None:
+        """Its tokens from there on: of many sequences that may be more than one message takes."""
+        end = sequence.num_outputs
+        while True:
+            upto = min(offset + RESENT_TOKENS, end)
+            if self._resent + upto - offset > RESENT_TOKENS:
+                self._flush_items()
+            self._resent += max(0, upto - offset)
+            if upto == end:
+                self._items.append(sequence.item(offset))
+                return
+            self._items.append(sequence.item(offset, upto))
+            offset = upto
 
     def _final_seen(self, seen: FinalSeen, now_ns: int) -> None:
         for request_id, index, attempt in seen.sequences:
@@ -347,7 +363,7 @@ class Scheduler:
     def _flush_items(self) -> None:
         if self._items or self._rows is not None:
             self._tokens_seq += 1
-            items, self._items = tuple(self._items), []
+            items, self._items, self._resent = tuple(self._items), [], 0
             rows, self._rows = self._rows or _NO_ROWS, None
             self._say(Tokens(self.seat, self.incarnation, self._tokens_seq, items, rows))
 

@@ -140,13 +140,15 @@ class Sequence(msgspec.Struct, eq=False):
         """int32 [num_tokens]: prompt and outputs."""
         return self.prompt + self.outputs().tobytes() if self.num_outputs else self.prompt
 
-    def item(self, offset: int) -> TokensItem:
-        """Its tokens from `offset` on and, if it has finished, its end."""
-        outputs = self.outputs()
+    def item(self, offset: int, end: int | None = None) -> TokensItem:
+        """Its tokens from `offset` on and, if it has finished, its end; or nothing but its tokens up to `end`."""
+        outputs = self.outputs() if end is None else self.outputs()[:end]
         offset = min(max(offset, 0), len(outputs))
         # Log-probabilities of tokens produced elsewhere stayed there.
         have = offset >= self.num_resumed
-        logprobs = self.logprobs[offset - self.num_resumed :] if have else []
+        logprobs = (
+            self.logprobs[offset - self.num_resumed :][: len(outputs) - offset] if have else []
+        )
         if self.table is not None:
             self.table.name(self)
         return TokensItem(
@@ -155,9 +157,9 @@ class Sequence(msgspec.Struct, eq=False):
             self.attempt,
             offset,
             tuple(outputs[offset:].tolist()),
-            self.finish,
-            self.code,
-            self.error,
+            self.finish if end is None else None,
+            self.code if end is None else None,
+            self.error if end is None else "",
             self.cached,
             tuple(logprobs),
             self.handle,

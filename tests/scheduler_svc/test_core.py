@@ -17,6 +17,7 @@ from phalanx.protocol.messages import (
     Welcome,
 )
 from phalanx.protocol.steps import StepPlan, StepResult
+from phalanx.scheduler_svc import core as core_module
 from phalanx.scheduler_svc import finals
 from phalanx.scheduler_svc.events import GatewayChanged, Membership, WorkerLost
 from phalanx.scheduler_svc.finals import KEPT_TTL_NS, REPEAT_NS
@@ -94,6 +95,33 @@ def test_resend_of_a_running_one_and_of_strangers() -> None:
     before = len(story.of(Tokens))
     story.event(Resend(request_id(0), 0, 0, 0), Resend(request_id(8), 0, 0, 0))
     assert len(story.of(Tokens)) == before
+
+
+@pytest.mark.parametrize("steps", [38, 60])
+def test_what_many_missed_is_told_in_bounded_messages(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway without a token log asks for all outputs of all: one message of them ended its connection."""
+    monkeypatch.setattr(core_module, "RESENT_TOKENS", 16)
+    story = Story()
+    for number in range(8):
+        story.submit(number, max_tokens=40, logprobs=0)
+    for _ in range(steps):
+        if story.plan is not None:
+            story.step()
+    whole = {number: story.outputs(number) for number in range(8)}
+    story.heard.clear()
+    asked = [Resend(request_id(number), 0, 0, 38 - 5 * number) for number in range(8)]
+    story.event(*asked)
+    for message in story.of(Tokens):
+        assert sum(len(item.token_ids) for item in message.items) <= 16
+    for number, resend in enumerate(asked):
+        items = story.items(number)
+        found = [token for item in items for token in item.token_ids]
+        assert found == whole[number][resend.offset :]
+        assert [lp.logprob for i in items for lp in i.logprobs] == [-float(t) for t in found]
+        ends = [item.finish_reason for item in items]
+        assert ends == [None] * (len(items) - 1) + ["length" if len(whole[number]) == 40 else None]
 
 
 def test_a_final_is_repeated_until_it_is_seen() -> None:
