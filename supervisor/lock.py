@@ -107,6 +107,12 @@ def clean(run_dir: Path) -> list[str]:
     """
     for path in run_dir.glob("*.sock"):
         path.unlink(missing_ok=True)
+    for path in run_dir.glob(
+        "config.*.json*"
+    ):  # of a command that was killed while its node started
+        pid = path.name.split(".")[1]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
     swept = arena.sweep(node_name(run_dir), keep=arena.TOKENS)
     return swept + arena.sweep_if_dead(run_dir.name)
 
