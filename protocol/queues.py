@@ -8,7 +8,7 @@ header tells a reader that it saw a moment between two steps.
 
 import re
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from enum import IntEnum
 from struct import Struct
 from typing import Any
@@ -257,22 +257,24 @@ def _rows_in_use(name: str) -> int:
 
 def step_times(node: str, seat: int) -> tuple[int, npt.NDArray[np.uint32]]:
     """(steps done, microseconds of the newest ones) of a seat's scheduler; (0, none) without one."""
-    for name in _live_arenas(node, [seat]):
-        table = _copied_table(name)
+    for table in _copied_tables(node, [seat]):
         return int(table.header[0]["steps"]), table.step_times()
     return 0, np.empty(0, np.uint32)
 
 
 def steps_done(node: str) -> dict[int, npt.NDArray[Any]]:
     """STEP of the newest steps, oldest first, of each seat's scheduler."""
-    tables = map(_copied_table, _live_arenas(node))
-    return {int(table.header[0]["seat"]): table.steps_done() for table in tables}
+    return {int(table.header[0]["seat"]): table.steps_done() for table in _copied_tables(node)}
 
 
-def _copied_table(name: str) -> QueueTable:
-    with Arena.attach(name) as arena:
-        rows = int(np.frombuffer(arena.data[:_HEADER_BYTES], HEADER, 1)[0]["rows"])
-        return QueueTable(memoryview(bytes(arena.data)), rows)
+def _copied_tables(node: str, seats: Collection[int] | None = None) -> Iterator[QueueTable]:
+    for name in _live_arenas(node, seats):
+        try:
+            with Arena.attach(name) as arena:
+                copied = bytes(arena.data)
+        except ArenaError:
+            continue  # its owner ended between the listing and now
+        yield QueueTable(memoryview(copied), int(np.frombuffer(copied, HEADER, 1)[0]["rows"]))
 
 
 def _live_arenas(node: str, seats: Collection[int] | None = None) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phalanx.protocol import queues
 from phalanx.protocol.arena import Arena, names
 from phalanx.protocol.board import Board
 from phalanx.protocol.queues import (
@@ -153,6 +154,26 @@ def test_the_steps_of_every_seat(node: str) -> None:
     }
     for arena, _ in held:
         arena.close()
+
+
+def test_one_that_dies_while_it_is_looked_at_has_no_figures(
+    node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scrape then has those of the others: it failed as a whole."""
+    held = {seat: make(node, seat, 1) for seat in (0, 2)}
+
+    def dies(name: str) -> bool:
+        if name == queue_arena_name(node, 0, 1):
+            held[0][0].close()
+        return True
+
+    monkeypatch.setattr(queues, "owner_lives", dies)
+    assert step_times(node, 0)[0] == 0
+    held[0] = make(node, 0, 1)
+    assert list(steps_done(node)) == [2]
+    held[0] = make(node, 0, 1)
+    assert [rank["slot"] for rank in read_queues(node)["ranks"]] == [2]
+    held[2][0].close()
 
 
 def test_a_step_of_hours_is_the_longest_that_can_be_told() -> None:
