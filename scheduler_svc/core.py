@@ -713,6 +713,11 @@ class Scheduler:
             if arenas.staging is not None:
                 self.restorer = Restorer(self.worker, arenas.staging, self._store_calls)
 
+    @property
+    def has_put(self) -> bool:
+        """Whether the KV store was given something since `store_stands`."""
+        return self.store is not None and self.store.has_put
+
     def store_stands(self) -> None:
         """The connection to the KV store has not ended: what `store_step` gave until now went there."""
         if self.store is not None:

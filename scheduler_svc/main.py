@@ -182,7 +182,8 @@ class Shell:
 
     def turn(self, now_ns: int) -> float | None:
         """One turn of the loop; returns the longest wait until the next in ms."""
-        self.on_store_end()
+        if self.core.has_put:
+            self.on_store_end()
         self._watch_topology(now_ns)
         self._greet(now_ns)
         self._take_results(now_ns)

@@ -210,6 +210,11 @@ class Offload:
         for key in keys[state:]:
             self._states.pop(key, None)
 
+    @property
+    def has_put(self) -> bool:
+        """Whether something was put since `stands`."""
+        return bool(self._since)
+
     def stands(self) -> None:
         """The connection to the store has not ended: all that was put until now went there."""
         self._since.clear()

@@ -105,7 +105,9 @@ def test_the_death_of_the_store_ends_the_wait() -> None:
     story.submit(0, 300, max_tokens=2)
     story.run()
     late, story.puts = puts(story), []
+    assert story.core.has_put
     story.core.store_stands()
+    assert not story.core.has_put
     story.event(StoreLost())
     assert story.free == (19, 8)
     story.event(*(PutDone(put.call, True, False) for put in late))
