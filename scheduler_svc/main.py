@@ -7,6 +7,7 @@ served all the same.
 """
 
 import time
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from phalanx.protocol import faults
@@ -16,6 +17,7 @@ from phalanx.protocol.errors import ArenaError, DecodeError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import COMMAND_RETRY_MS
 from phalanx.protocol.link import connect_dealer, receive, send, watch_disconnects
+from phalanx.protocol.log import Logger
 from phalanx.protocol.messages import (
     BusFromGateway,
     Contains,
@@ -56,6 +58,7 @@ SLICE_SHARE = 1 / 8  # of the time in which none has come
 HELLO_WAIT_MS = 10.0  # a worker's hello rings the bell, which the poller does not hear
 PING_MS = 1_000
 MESSAGES_PER_TURN = 256
+TURN_NS = 5_000_000  # for messages of one socket: what is left waits there, a step and a sign of life may not
 STAGED_BLOCKS, STAGED_STATES = 512, 16  # at most, in the staging arena; each has a generation word
 STAGED_BYTES = 64 << 20  # for blocks, and again for states
 T = TypeVar("T")
@@ -120,7 +123,7 @@ class Shell:
 
     def on_bus(self) -> None:
         now_ns = time.monotonic_ns()
-        for message in self._decoded(self.bus, self._from_gateway):
+        for message in decoded(self.bus, self._from_gateway, self.log):
             if isinstance(message, Welcome):
                 self._welcomed(message, now_ns)
             else:
@@ -130,7 +133,7 @@ class Shell:
 
     def on_store(self) -> None:
         now_ns = time.monotonic_ns()
-        for message in self._decoded(self.store, self._from_store):
+        for message in decoded(self.store, self._from_store, self.log):
             self.core.handle(message, now_ns)
 
     def on_store_end(self) -> None:
@@ -142,15 +145,6 @@ class Shell:
 
     def on_supervisor(self, message: FromSupervisor) -> None:
         """TopologyChanged only wakes the loop, which looks at the board each turn."""
-
-    def _decoded(self, socket: Socket, decoder: Decoder[T]) -> list[T]:
-        messages: list[T] = []
-        for frame in receive(socket, MESSAGES_PER_TURN):
-            try:
-                messages.append(decoder.decode(frame))
-            except DecodeError as error:
-                self.log.error("bad message", error=str(error))
-        return messages
 
     def _greet(self, now_ns: int) -> None:
         """Hello until welcomed, then a Ping now and then: is it still the same gateway?"""
@@ -329,6 +323,24 @@ class Shell:
             self.log.info("worker is gone", was=self.core.worker.worker_incarnation)
             self.core.handle(WorkerLost(), now_ns)
         self.core.handle(Membership(topology.epoch, seat.state == "member"), now_ns)
+
+
+def decoded(
+    socket: Socket, decoder: Decoder[T], log: Logger, clock: Callable[[], int] = time.monotonic_ns
+) -> Iterator[T]:
+    """What there is, for one turn. One message may take a tenth of a second, with a prompt and drafts of half a million
+    tokens, and there may be many of them."""
+    until_ns = clock() + TURN_NS
+    for _ in range(MESSAGES_PER_TURN):
+        if not (frames := receive(socket, 1)):
+            return
+        for frame in frames:
+            try:
+                yield decoder.decode(frame)
+            except DecodeError as error:
+                log.error("bad message", error=str(error))
+        if clock() >= until_ns:
+            return
 
 
 def not_sent(request: KVRequest) -> KVReply:
