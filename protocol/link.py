@@ -10,8 +10,10 @@ flipped bits change no token. Our own programs all do this; a client need not.
 
 import os
 import threading
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import TypeVar
 from zlib import crc32
 
 import zmq
@@ -20,6 +22,7 @@ from phalanx.protocol import faults
 from phalanx.protocol.limits import SOCKET_HWM
 
 SEAL_BYTES = 4
+F = TypeVar("F")
 damaged = 0  # frames that came to this process with a broken seal
 
 _lock = threading.Lock()
@@ -231,6 +234,23 @@ def receive(socket: "zmq.Socket[bytes]", limit: int) -> list[bytes]:
     if not socket.sealed:
         return received
     return [body for frame in received if (body := unseal(frame)) is not None]
+
+
+def for_a_while(
+    take: Callable[[], list[F]],
+    most: int,
+    for_ns: int,
+    clock: Callable[[], int] = time.monotonic_ns,
+) -> Iterator[F]:
+    """What `take` gives, so often and so long: what is left waits in its socket, and no step, no stream and no sign of
+    life for what is done with many long messages."""
+    until_ns = clock() + for_ns
+    for _ in range(most):
+        if not (taken := take()):
+            return
+        yield from taken
+        if clock() >= until_ns:
+            return
 
 
 def _arrived(

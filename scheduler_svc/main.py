@@ -7,7 +7,7 @@ served all the same.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TypeVar
 
 from phalanx.protocol import faults
@@ -16,7 +16,13 @@ from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import ArenaError, DecodeError
 from phalanx.protocol.failpoints import failpoint
 from phalanx.protocol.limits import COMMAND_RETRY_MS
-from phalanx.protocol.link import connect_dealer, receive, send, watch_disconnects
+from phalanx.protocol.link import (
+    connect_dealer,
+    for_a_while,
+    receive,
+    send,
+    watch_disconnects,
+)
 from phalanx.protocol.log import Logger
 from phalanx.protocol.messages import (
     BusFromGateway,
@@ -325,22 +331,14 @@ class Shell:
         self.core.handle(Membership(topology.epoch, seat.state == "member"), now_ns)
 
 
-def decoded(
-    socket: Socket, decoder: Decoder[T], log: Logger, clock: Callable[[], int] = time.monotonic_ns
-) -> Iterator[T]:
+def decoded(socket: Socket, decoder: Decoder[T], log: Logger) -> Iterator[T]:
     """What there is, for one turn. One message may take a tenth of a second, with a prompt and drafts of half a million
     tokens, and there may be many of them."""
-    until_ns = clock() + TURN_NS
-    for _ in range(MESSAGES_PER_TURN):
-        if not (frames := receive(socket, 1)):
-            return
-        for frame in frames:
-            try:
-                yield decoder.decode(frame)
-            except DecodeError as error:
-                log.error("bad message", error=str(error))
-        if clock() >= until_ns:
-            return
+    for frame in for_a_while(lambda: receive(socket, 1), MESSAGES_PER_TURN, TURN_NS):
+        try:
+            yield decoder.decode(frame)
+        except DecodeError as error:
+            log.error("bad message", error=str(error))
 
 
 def not_sent(request: KVRequest) -> KVReply:

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from secrets import randbits
@@ -19,6 +20,7 @@ from phalanx.protocol.limits import (
 from phalanx.protocol.link import (
     bind_router,
     close_all,
+    for_a_while,
     receive,
     receive_from,
     send,
@@ -40,7 +42,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.proc import Looks
 from phalanx.protocol.rundir import BUS_SOCKET, CLIENT_SOCKET, JOURNAL_FILE, endpoint
-from phalanx.protocol.service import Service
+from phalanx.protocol.service import Service, Socket
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.ending import LAST_WORDS_NS, Ending
@@ -53,6 +55,7 @@ from phalanx.services.model_limits import read_model
 
 MS = 1_000_000
 MESSAGES_PER_TURN = 512
+TURN_NS = 10 * MS  # for messages of one socket
 HAND_OVER_LINGER_MS = 50
 PROBE_NS = 1_000 * MS  # between two looks at the journal's file, or tries to write it
 _READ_AGAIN_S = 0.5  # between two tries to read a journal whose disk fails
@@ -97,7 +100,7 @@ class Gateway:
 
     def on_clients(self) -> None:
         now_ns = time.monotonic_ns()
-        for client, frame in receive_from(self.clients, MESSAGES_PER_TURN):
+        for client, frame in self._taken(self.clients):
             try:
                 message = self._client_decoder.decode(frame)
             except DecodeError as error:
@@ -108,13 +111,17 @@ class Gateway:
     def on_bus(self) -> None:
         self._look_at_topology()  # first, so that no message is judged by an old membership
         now_ns = time.monotonic_ns()
-        for peer, frame in receive_from(self.bus, MESSAGES_PER_TURN):
+        for peer, frame in self._taken(self.bus):
             try:
                 message = self._bus_decoder.decode(frame)
             except DecodeError as error:
                 self._service.log.error("bad message on the bus", peer=repr(peer), error=str(error))
                 continue
             self._core.on_bus(peer, message, now_ns)
+
+    def _taken(self, socket: Socket) -> Iterator[tuple[bytes, bytes]]:
+        """A request of a hundred thousand tokens takes ten milliseconds, and hundreds may come at once."""
+        return for_a_while(lambda: receive_from(socket, 1), MESSAGES_PER_TURN, TURN_NS)
 
     def on_journal(self) -> None:
         receive(self.journal, MESSAGES_PER_TURN)

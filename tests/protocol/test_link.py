@@ -1,10 +1,12 @@
-"""Who is full and who is gone are told apart."""
+"""Who is full and who is gone are told apart; nobody takes messages for longer than a moment."""
 
 import time
+from itertools import count
 from pathlib import Path
 
 from phalanx.protocol import link
 from phalanx.protocol.limits import SOCKET_HWM
+from phalanx.protocol.link import for_a_while, receive, send, thread_pair
 
 FRAME = b"frame"
 
@@ -31,3 +33,23 @@ def test_a_peer_that_takes_nothing_is_full_and_one_that_ended_is_gone(tmp_path: 
     finally:
         for socket in (router, full):
             socket.close(linger=0)
+
+
+def test_many_long_messages_keep_nothing_else_waiting() -> None:
+    """64 sequences of one request with long drafts took a scheduler seconds, which counted as hung."""
+    here, there = thread_pair("a-turn")
+    sent = [b"%d" % number for number in range(20)]
+    for frame in sent:
+        assert send(there, frame)
+
+    def taken(most: int, each_ns: int) -> list[bytes]:
+        return list(for_a_while(lambda: receive(here, 1), most, 100, count(0, each_ns).__next__))
+
+    found = taken(15, 50)
+    assert len(found) == 2
+    found += taken(15, 0)
+    assert len(found) == 17, "others are served as well"
+    found += taken(15, 0)
+    assert found == sent and not taken(15, 0)
+    for socket in (here, there):
+        socket.close()
