@@ -376,7 +376,7 @@ def tells_before_it_is_in_the_log(patch: Patch) -> None:
     patch.setattr(Stream, "note", note)
 
 
-@planted(seeds=60, first=20)
+@planted(seeds=80, first=140)
 def the_log_lacks_the_scores_of_prompts(patch: Patch) -> None:
     """Whoever asked for them and comes again after the death of the gateway cannot be told."""
     right = Stream.note

@@ -273,7 +273,7 @@ class Core:
     def on_topology(self, topology: Topology, now_ns: int) -> None:
         self._health.on_epoch(topology.epoch)
         self._logs.stamp(topology.fingerprint)
-        self._placement.on_topology(topology)
+        self._placement.on_topology(topology, now_ns)
         self._recovery.heard()
 
     def on_health(self, update: HealthUpdate) -> None:

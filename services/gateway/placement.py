@@ -17,6 +17,10 @@ from phalanx.services.gateway.seats import Need, Seat, Seats, need_of
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Stream
 from phalanx.services.gateway.suspects import FALLS_MAX, Suspects
 
+MS = 1_000_000
+COMES_NS = (
+    500 * MS
+)  # so long others leave its share to a rank that has come into the group and takes nothing yet
 HELD_UP_MAX = 64  # sequences that others are placed before, because they can go nowhere now
 
 
@@ -50,6 +54,8 @@ class Placement:
         self._pinned: list[Stream] = []  # wait for one certain seat
         self._ended: list[Stream] = []
         self._suspects = Suspects()
+        self._grouped = False  # a topology with seats was heard
+        self._was_alone = False  # before that; so the group is as new as it
         self._fallen: list[Stream] = []
         self._newest = ("", -1)  # (request id, seat) of the sequence placed last, and when
         self._newest_ns = 0
@@ -65,9 +71,12 @@ class Placement:
         self._replace_scheduler(seat, peer, incarnation)
         self.attempts.ask_list(seat, now_ns)
 
-    def on_topology(self, topology: Topology) -> None:
+    def on_topology(self, topology: Topology, now_ns: int) -> None:
+        forms, self._grouped = not self._grouped, self._grouped or bool(topology.seats)
         for told in topology.seats:
             seat = self.seats.get(told.seat)
+            if told.state == "member" and (not seat.member or (forms and self._was_alone)):
+                seat.comes_until_ns = now_ns + COMES_NS
             seat.member, seat.kept_out = told.state == "member", told.kept_out
             if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
                 self._move_all(seat, fell=told.state != "absent")
@@ -154,6 +163,8 @@ class Placement:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
         self.seats.pausing = self._suspects.pausing(now_ns)
         self.seats.trying = self._suspects.trying()
+        self._was_alone |= not self._grouped
+        self.seats.share_out(len(self._waiting), now_ns)
         # Who comes back, or lost its rank, goes before others are asked for because of the same room.
         self._place_waiting(now_ns, resumed=True)
         self._moves.ask(now_ns)

@@ -49,6 +49,7 @@ class Seat:
     total_blocks: int = 0  # as some scheduler of it last said
     worker_incarnation: int = 0  # as the topology says
     member: bool = True  # until a topology says otherwise
+    comes_until_ns: int = 0  # it has just come into the group: others leave it its share until then
     kept_out: bool = False  # it comes back when somebody does something about it, if at all
     streams: dict[int, Stream] = field(default_factory=dict)
     handles: dict[int, Stream] = field(default_factory=dict)  # of those, by its scheduler's handles
@@ -127,6 +128,9 @@ class Seats:
         self.by_number: dict[int, Seat] = {}
         self.pausing: set[int] = set()  # get nothing now that may be what they fall over
         self.trying: set[int] = set()  # have a suspect, and get no second one
+        self._share: int | None = (
+            None  # what a seat is given at most, as others are about to take some
+        )
 
     def closed_for(self, stream: Stream) -> set[int]:
         if stream.suspect:
@@ -204,8 +208,17 @@ class Seats:
         ]
         return min(found, key=_load, default=None)
 
+    def share_out(self, waiting: int, now_ns: int) -> None:
+        """The ranks of a group come together, but their schedulers say so one after another. What waits for the group
+        is not all for the first one: it would run there while the others do nothing."""
+        members = [seat for seat in self.by_number.values() if seat.member]
+        coming = any(now_ns < seat.comes_until_ns and not seat.takes(now_ns) for seat in members)
+        count = waiting + sum(len(seat.streams) for seat in members)
+        self._share = -(-count // len(members)) if coming else None
+
     def _open(self, now_ns: int, resumed: bool) -> list[Seat]:
         capacity = 2 * self._capacity if resumed else self._capacity
+        capacity = capacity if self._share is None else min(capacity, self._share)
         seats = self.by_number.values()
         return [seat for seat in seats if seat.takes(now_ns) and len(seat.streams) < capacity]
 

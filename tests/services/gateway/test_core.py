@@ -55,6 +55,7 @@ from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway import admission
 from phalanx.services.gateway import streams as streams_module
 from phalanx.services.gateway.entries import Accept, Again, Alive, Entry, Finish, Forget, Recovered
+from phalanx.services.gateway.placement import COMES_NS
 from phalanx.services.gateway.suspects import FALLS_MAX
 from sim.gateway_fakes import encode_text
 from sim.gateway_world import Disk
@@ -1063,6 +1064,7 @@ def test_late_words_of_a_scheduler_that_is_gone_do_not_bring_it_back() -> None:
     desk.core.on_topology(Topology(6, (Seat(0, 1, 2, "member"), there)), desk.now)
     desk.says(gone, SeatLoad(0, 1, True, total_blocks=4, worker_incarnation=1))
     assert desk.core._placement.seats.get(0).peer == b""
+    desk.passes(COMES_NS // MS)  # nor is it waited for longer
     desk.clear()
     desk.start()
     assert [peer for peer, _ in desk.submits()] == [b"scheduler-1#1"]
