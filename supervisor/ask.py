@@ -145,13 +145,14 @@ def why_silent(run_dir: Path) -> str:
     """What keeps a supervisor that lives from answering, and what to do."""
     path, pid = run_dir / SUPERVISOR_SOCKET, read_pid(run_dir)
     found = Looks(pid).inspect(time.monotonic_ns())
+    gone = "" if path.exists() else f"its socket {path} is gone"
     if found is not None and found[0] == "T":
         return (
-            f"a signal has stopped it; `kill -CONT {pid}` lets it go on, `kill -9 {pid}` ends the node, and"
+            f"{gone}{', and ' * bool(gone)}a signal has stopped it; `kill -CONT {pid}` lets it go on, `kill -9 {pid}` ends the node, and"
             " `phalanx up` goes on with its requests"
         )
-    if not path.exists():
-        return f"its socket {path} is gone"
+    if gone:
+        return gone
     if found is None:
         return "nobody knows its pid"
     return (

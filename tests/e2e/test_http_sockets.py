@@ -67,7 +67,12 @@ def test_a_restart_finishes_the_replies_that_have_begun(node: Node, at: tuple[st
     restart: subprocess.Popen[bytes] | None = None
     got: list[str] = []
     refused = httpx.Response(200)
-    with httpx.stream("POST", url, json=body, timeout=120) as reply:
+    # The kernel must not take the whole reply before the restart begins.
+    slow = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)])
+    with (
+        httpx.Client(transport=slow, timeout=120) as client,
+        client.stream("POST", url, json=body) as reply,
+    ):
         for line in reply.iter_lines():
             if not line.startswith("data: "):
                 continue
