@@ -67,7 +67,9 @@ COPY_MS = 30_000
 COPY_MS_MAX = 600_000
 FLIP_STEPS = 64
 FLIP_IDLE_MS = 60_000
-RESTARTS_MAX = 8  # restarts of one process within RESTART_WINDOW_MS; one more and the node fails
+# Restarts of one process within RESTART_WINDOW_MS, since it last served for RESTART_SERVED_MS; one more and the node
+# fails.
+RESTARTS_MAX = 8
 RESTART_WINDOW_MS = 60_000
 RESTART_DELAY_MS = 100  # before the second restart within the window; doubles with each further one
 RESTART_DELAY_MS_MAX = 5_000

@@ -19,11 +19,12 @@ _MS = 1_000_000
 class RestartPolicy:
     """The first restart in a while is immediate, and so is that of a process that has served for some seconds:
     recovery is a matter of milliseconds. Each further one within the window waits twice as long, and after
-    RESTARTS_MAX of all of them an essential process is given up; one that the node can do without is tried for
-    ever, at the longest delay."""
+    RESTARTS_MAX of them an essential process is given up; one that the node can do without is tried for ever, at
+    the longest delay. A death after some seconds of service begins the count anew: streams got on, and who ends
+    the node ends them all."""
 
     gives_up: bool = True
-    deaths_ns: list[int] = field(default_factory=list[int])
+    deaths_ns: list[int] = field(default_factory=list[int])  # those that count
     ready_ns: int = 0  # since when it serves; 0: it does not
     roomless: int = 0  # starts in a row for which shared memory had no room
 
@@ -35,14 +36,14 @@ class RestartPolicy:
 
     def delay_ns(self, now_ns: int) -> int | None:
         """Called once at each death. How long to wait before the restart; None: give up."""
-        window_ns = RESTART_WINDOW_MS * _MS
-        self.deaths_ns = [at for at in self.deaths_ns if at > now_ns - window_ns] + [now_ns]
-        earlier = len(self.deaths_ns) - 1
         served = self.ready_ns > 0 and now_ns - self.ready_ns >= RESTART_SERVED_MS * _MS
         self.ready_ns = 0
+        since_ns = now_ns - RESTART_WINDOW_MS * _MS
+        recent = [] if served else [at_ns for at_ns in self.deaths_ns if at_ns > since_ns]
+        self.deaths_ns, earlier = [*recent, now_ns], len(recent)
         if earlier >= RESTARTS_MAX and self.gives_up:
             return None
-        if earlier == 0 or served:
+        if earlier == 0:
             return 0
         doublings = min(earlier - 1, RESTARTS_MAX)
         return min(RESTART_DELAY_MS << doublings, RESTART_DELAY_MS_MAX) * _MS

@@ -70,6 +70,8 @@ class Child:
     beat_ns: int = 0  # its last sign of life, if that was earlier
     alive: bool = True
     reaped: bool = False
+    reaped_ns: int = 0
+    ready_ns: int = 0  # when that was heard; 0: it was not
     said_ready: bool = False
     killed: bool = False  # SIGKILL was sent
     termed: bool = False  # SIGTERM was sent
@@ -402,6 +404,7 @@ class Host:
             self.after(200 * MS, lambda: self._look_again(child))
 
     def _hear_ready(self, child: Child) -> None:
+        child.ready_ns = self.now_ns
         if child.spec.kind == "worker":
             self.checks.worker_changes += 1
         self.checks.gateway_served |= (
@@ -571,7 +574,7 @@ class Host:
             self.feed(PipeClosed(name, incarnation, self.now_ns))
 
         def reaped() -> None:
-            child.reaped = True
+            child.reaped, child.reaped_ns = True, self.now_ns
             self.feed(Reaped(name, incarnation, code, "last words"))
 
         self.after(pipe_ns, pipe_closed)

@@ -15,6 +15,7 @@ from phalanx.protocol.limits import (
     GO_ACK_MS,
     HANG_MS,
     RESTART_DELAY_MS,
+    RESTART_SERVED_MS,
     RESTART_WINDOW_MS,
     RESTARTS_MAX,
     STALLED_MS,
@@ -292,6 +293,11 @@ class Checks:
         self.require(name not in self.banned, f"{name} restarted although its input is wrong")
         self.incarnations[name] = incarnation
         recent = [at for at in self.spawns[name] if at > now_ns - RESTART_WINDOW_MS * _MS]
+        served_ns = (
+            before.reaped_ns - before.ready_ns if before is not None and before.ready_ns else 0
+        )
+        if served_ns >= RESTART_SERVED_MS * _MS:
+            recent = recent[-1:]  # the count begins anew
         process = self.host.core.processes[name]
         if process.asked_starts > self.asked_starts[name]:  # no failure made it necessary
             self.asked_starts[name] = process.asked_starts
