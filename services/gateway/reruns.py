@@ -154,7 +154,7 @@ class Reruns:
         if self._probe is None or len(usable) < 2 or self._admission.draining:
             self._scrubber.put_off(now_ns)
             return
-        for seat in self._scrubber.begin(self._probe, usable):
+        for seat in self._scrubber.begin(self._probe, usable, seats.worker_incarnations()):
             probe = self._replays.probe(self._probe, seat, self._probe.request_id)
             self._placement.enqueue(probe)
 
@@ -167,7 +167,7 @@ class Reruns:
                 if run.past is None:
                     self._end(run)
             return
-        worker = seats.get(stream.seat).worker_incarnation
-        more = self._scrubber.on_answer(stream.seat, worker, bits, seats.usable(now_ns), now_ns)
+        usable, workers = seats.usable(now_ns), seats.worker_incarnations()
+        more = self._scrubber.on_answer(stream.seat, bits, usable, workers, now_ns)
         if more is not None:
             self._placement.enqueue(self._replays.probe(stream.entry, more, stream.copies_as))

@@ -67,8 +67,8 @@ class Check:
 
     entry: Entry
     asked: list[int]  # seats
+    workers: dict[int, int]  # incarnations of all ranks' workers, when it began
     answers: dict[int, Bits] = field(default_factory=dict)
-    workers: dict[int, int] = field(default_factory=dict)  # incarnations of those that answered
 
     @property
     def waits(self) -> bool:
@@ -109,13 +109,13 @@ class Scrubber:
         """There is nothing to compare now."""
         self._due_ns = now_ns + self._every_ns
 
-    def begin(self, entry: Entry, seats: Iterable[int]) -> list[int]:
-        """Compare on two of these seats: those to ask."""
+    def begin(self, entry: Entry, seats: Iterable[int], workers: dict[int, int]) -> list[int]:
+        """Compare on two of these seats: those to ask. `workers`: the incarnations of all ranks' now."""
         pair = sorted(seats, key=lambda seat: (self._last_turn.get(seat, 0), seat))[:2]
         for seat in pair:  # each a turn of its own: so the pairs change
             self._turns += 1
             self._last_turn[seat] = self._turns
-        self._check = Check(entry, pair)
+        self._check = Check(entry, pair, workers)
         return pair
 
     def give_up(self, now_ns: int) -> None:
@@ -124,18 +124,19 @@ class Scrubber:
         self.put_off(now_ns)
 
     def on_answer(
-        self, seat: int, worker: int, bits: Bits, seats: Sequence[int], now_ns: int
+        self, seat: int, bits: Bits, seats: Sequence[int], workers: dict[int, int], now_ns: int
     ) -> int | None:
         """What a seat made of the probe. Returns one more seat to ask, if that is needed.
 
         Args:
-            worker: the incarnation that made it. It may be gone by the time the last one answers.
             seats: those that could be asked now.
+            workers: the incarnations of all ranks' workers now. Each has experts that the others' rows go through:
+                where one was replaced since the comparison began, a difference says nothing of those compared.
         """
         check = self._check
         if check is None:
             return None
-        check.answers[seat], check.workers[seat] = bits, worker
+        check.answers[seat] = bits
         if check.waits:
             return None
         agreed = check.agreed()
@@ -143,7 +144,8 @@ class Scrubber:
         if len(set(check.answers.values())) > 1 and not agreed and others:
             check.asked.append(others[0])
             return others[0]
-        self._settle(check, agreed)
+        if workers == check.workers or len(agreed) == len(check.answers):
+            self._settle(check, agreed)
         self.give_up(now_ns)
         return None
 
