@@ -122,9 +122,8 @@ def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
     start_node: Callable[..., Node], tmp_path: Path, how: str
 ) -> None:
     """New requests are refused at once; running ones have until the limit; then each gets one final."""
-    drain_s = 4 if how == "down" else 1  # without a model 8,000 tokens take 4 s
-    (tmp_path / "config.json").write_text(f'{{"drain_s": {drain_s}}}')
-    options = ("--config", tmp_path / "config.json", *(NULL if how == "SIGTERM" else ()))
+    (tmp_path / "config.json").write_text(f'{{"drain_s": {4 if how == "down" else 1}}}')
+    options = ("--config", tmp_path / "config.json")
     node = start_node(1, *options)
     pid = node.pids("supervisor")["supervisor"]
     with Client(node.run_dir) as client:

@@ -3,19 +3,21 @@
 import json
 import re
 import socket
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from e2e.node import PHALANX, Node, rss, wait_for
+from e2e.node import Node, rss, wait_for
 from phalanx.protocol.limits import CLIENT_STALL_MS
+from phalanx.protocol.messages import Restart, Restarted
+from phalanx.supervisor.ask import ask
 
 pytestmark = pytest.mark.process
 
@@ -64,7 +66,8 @@ def test_a_restart_finishes_the_replies_that_have_begun(node: Node, at: tuple[st
     body = ASK | {"max_tokens": 6000, "n": 4, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", url, json=body, timeout=120) as reply:
         calm = [line for line in reply.iter_lines() if line.startswith("data: ")]
-    restart: subprocess.Popen[bytes] | None = None
+    restart: Future[Restarted] | None = None
+    asking = ThreadPoolExecutor(1)
     got: list[str] = []
     refused = httpx.Response(200)
     # The kernel must not take the whole reply before the restart begins.
@@ -78,11 +81,14 @@ def test_a_restart_finishes_the_replies_that_have_begun(node: Node, at: tuple[st
                 continue
             got.append(line)
             if restart is None:
-                restart = subprocess.Popen([*PHALANX, "restart", "http", "--run-dir", node.run_dir])
+                # At once: a command takes as long to begin as the kernel to take much of the reply.
+                question = Restart(time.monotonic_ns(), ("http",), 60.0)
+                restart = asking.submit(ask, node.run_dir, question, Restarted, 60.0)
             if refused.status_code == 200:
                 refused = httpx.post(url, json=ASK | {"max_tokens": 1}, timeout=60)
     assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
-    assert restart is not None and restart.wait(60) == 0
+    assert restart is not None and restart.result(60)
+    asking.shutdown()
     assert spoken(got) == spoken(calm) and got[-1] == "data: [DONE]"
     assert answer(at), "at the same address"
 
