@@ -39,7 +39,11 @@ def assert_as_if_alone(served: Served, shape: str, lengths: tuple[int, ...], aba
 
 @pytest.mark.parametrize(
     ("shape", "budget", "abandon", "ahead"),
-    [("tiny-a", 1024, 0, 1), ("short", 1024, 0, 2), ("short", 50, 7, 2)],
+    [
+        pytest.param("tiny-a", 1024, 0, 1, marks=pytest.mark.soak),
+        ("short", 1024, 0, 2),
+        ("short", 50, 7, 2),
+    ],
 )
 def test_followers_are_as_if_alone(shape: str, budget: int, abandon: int, ahead: int) -> None:
     served = Served(shape, budget, ahead=ahead)
