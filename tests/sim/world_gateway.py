@@ -35,6 +35,7 @@ class JournalThread:
         self.gathered: list[tuple[int, list[Op]]] = []
         self._late: list[Op] = []  # could not be written, for the next try
         self._written: list[Op] = []  # on its way to the disk
+        self._again = False  # something of it could not be written before
         self._busy = False
 
     @property
@@ -51,7 +52,7 @@ class JournalThread:
         self._busy = True
         number = self.gathered[-1][0]
         ops = self._written = self._late + [op for _, batch in self.gathered for op in batch]
-        self.gathered, self._late = [], []
+        self.gathered, self._late, self._again = [], [], bool(self._late)
         rng = self.gateway.node.rng
         slow = self.gateway.world.faulty and rng.random() < 0.05
         whole_ns = rng.randint(1, 300 if slow else 10) * MS
@@ -65,7 +66,7 @@ class JournalThread:
             self._late = [op for op in ops if not isinstance(op, Accept)]
         else:
             self._apply(ops)
-        self._written = []
+        self._written, self._again = [], False
         self.gateway.node.after(rest_ns, lambda: self._told(number, failure))
 
     def close(self) -> None:
@@ -95,7 +96,7 @@ class JournalThread:
 
     @property
     def failing(self) -> bool:
-        return self.disk.full or bool(self._late)
+        return self.disk.full or bool(self._late) or self._again
 
 
 class GatewayBody(Body):
