@@ -15,7 +15,7 @@ from phalanx.services.gateway.listing import Listing
 from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.seats import Need, Seat, Seats, need_of
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Stream
-from phalanx.services.gateway.suspects import FALLS_MAX, Suspects
+from phalanx.services.gateway.suspects import Suspects
 
 MS = 1_000_000
 COMES_NS = (
@@ -77,9 +77,10 @@ class Placement:
             seat = self.seats.get(told.seat)
             if told.state == "member" and (not seat.member or (forms and self._was_alone)):
                 seat.comes_until_ns = now_ns + COMES_NS
-            seat.member, seat.kept_out = told.state == "member", told.kept_out
+            was_member, seat.member = seat.member, told.state == "member"
+            seat.kept_out = told.kept_out
             if seat.worker_incarnation not in (0, told.worker_incarnation) or not seat.member:
-                self._move_all(seat, fell=told.state != "absent")
+                self._move_all(seat, fell=told.state != "absent", idle=was_member)
             seat.worker_incarnation = told.worker_incarnation
             seat.vacant = told.state == "absent" and told.scheduler_incarnation == 0
             if seat.vacant:
@@ -106,16 +107,17 @@ class Placement:
         seat.handles.clear()
         self.attempts.forget_scheduler(seat)
 
-    def _move_all(self, seat: Seat, fell: bool = True) -> None:
-        """What ran there goes elsewhere, ahead of new arrivals. Without `fell` it was no fault."""
+    def _move_all(self, seat: Seat, fell: bool = True, idle: bool = False) -> None:
+        """What ran there goes elsewhere, ahead of new arrivals. Without `fell` it was no fault. `idle`: it is news
+        even if nothing ran there."""
         streams = list(seat.streams.values())
-        if fell and streams:
-            self._suspects.fell(seat.number, any(stream.suspect for stream in streams))
+        if fell and (streams or idle):
+            self._suspects.fell(seat.number, streams)
         for stream in streams:
             self.attempts.unplace(stream)
             if stream.pin is not None:
                 self._give_up(stream, _lost_seat(seat.number))
-            elif fell and self._fell(stream) > FALLS_MAX:
+            elif fell and self._fell(stream):
                 text = (
                     f"the rank that computed it fell {stream.falls} times in a row before a new token came, the last"
                     f" {stream.falls - SUSPECT_FALLS} times with no other request that had fallen as often: it is"
@@ -125,11 +127,11 @@ class Placement:
             else:
                 self.enqueue(stream, resumed=True)
 
-    def _fell(self, stream: Stream) -> int:
-        """With its seat. Returns how many times in a row it did before a new token came."""
+    def _fell(self, stream: Stream) -> bool:
+        """With its seat. Returns whether it did too often in a row before a new token came."""
         if stream.falls_in_vain() > 1:
             self._fallen.append(stream)
-        return stream.falls
+        return self._suspects.convicts(stream)
 
     def take_fallen(self) -> list[Stream]:
         """Those of which a next gateway is to know how often they fell in vain, since the last call."""

@@ -96,6 +96,7 @@ class Stream:
         self.tries = 0  # refusals in a row that did not say "later"
         self.falls = 0  # of the seats it was at, in a row, without a new token
         self.tokens_at_fall = 0
+        self.others_fell = 0  # how often seats had, with no suspect, when it was none either
         self.handed_back = 0  # how often a seat gave it back that had no room
         self.sent = 0  # tokens that some client has got
         # Where tokens could not be made again the same, they are journalled before they are told:

@@ -6,18 +6,21 @@ times in a row without a new token is tried apart from the others that have: one
 with the fewest falls first. Who is innocent has its next token soon, and is no suspect any more. Who falls
 again and again is given up after `FALLS_MAX` + 1 falls, with an error that says so.
 
+A rank that falls with no suspect says that ranks fall for other reasons as well. For each such fall since its own third
+a suspect may fall once more, up to twice as often: who is innocent must not pay for a bad hour of the node.
+
 After a rank fell with a suspect nobody is placed there for a while, which grows with each fall that follows, but who
 had tokens when it fell last: however many requests are poison, the deaths of a worker stay within the supervisor's
 bounds.
 """
 
 import heapq
+from collections.abc import Collection
 
-from phalanx.services.gateway.streams import Stream
+from phalanx.services.gateway.streams import SUSPECT_FALLS, Stream
 
 SECOND = 1_000_000_000
-# Without a new token. One fewer ends the innocent: once in 58,556 requests of 10,000 simulated lives full of faults.
-FALLS_MAX = 6
+FALLS_MAX = 6  # without a new token, while no other rank falls
 # After the first fall of that kind within a minute, the second, ... With those that made them suspects it is eight
 # falls of a worker within a minute at most.
 PAUSES_NS = (1 * SECOND, 3 * SECOND, 12 * SECOND, 26 * SECOND)
@@ -32,6 +35,7 @@ class Suspects:
         self._pushes = 0
         self._tried: dict[int, Stream] = {}  # by seat
         self._fallen: list[tuple[int, bool]] = []  # since the last look
+        self._others = 0  # falls that no suspect can have caused
         # When a seat fell with a suspect, and after that with anybody. Not of those that never did.
         self._falls_ns: dict[int, list[int]] = {}
 
@@ -39,9 +43,18 @@ class Suspects:
         self._pushes += 1
         heapq.heappush(self._waiting, (stream.falls, stream.number, self._pushes, stream))
 
-    def fell(self, seat: int, tried: bool) -> None:
-        """A rank did, with what it computed. `tried`: one of those was a suspect."""
-        self._fallen.append((seat, tried))
+    def fell(self, seat: int, streams: Collection[Stream]) -> None:
+        """A rank did, with what it computed."""
+        tried = any(stream.suspect for stream in streams)
+        if streams:
+            self._fallen.append((seat, tried))
+        self._others += not tried
+
+    def convicts(self, stream: Stream) -> bool:
+        """Whether this fall in vain is one too many."""
+        if stream.falls <= SUSPECT_FALLS:
+            stream.others_fell = self._others
+        return stream.falls > FALLS_MAX + min(FALLS_MAX, self._others - stream.others_fell)
 
     def next(self) -> Stream | None:
         """Who is to be tried first."""

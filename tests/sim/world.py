@@ -39,7 +39,6 @@ from phalanx.services.client_core import Question
 from phalanx.services.client_flow import Begun, Received
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.entries import Entry, Produced
-from phalanx.services.gateway.suspects import FALLS_MAX
 from phalanx.supervisor.events import Finished, ShutdownAsked
 from sim.clock import Clock
 from sim.gateway_fakes import Expected
@@ -435,19 +434,10 @@ class World:
         new = plan.new if plan is not None and self.poison else ()
         return any(one.tokens[: 4 * one.num_prompt] in self.poison for one in new)
 
-    @property
-    def _falls(self) -> int:
-        """Of workers and schedulers, at least."""
-        known = self.node.checks.incarnations if self.node is not None else {}
-        return sum(n - 1 for name, n in known.items() if name.startswith(("worker", "scheduler")))
-
     def may_end(self, ask: Ask, final: Final) -> bool:
         """Whether a sequence may have ended so, before its stream's end."""
-        if final.code is Code.INTERNAL and "times in a row before a new token came" in final.error:
-            if array("i", ask.prompt).tobytes() in self.poison:
-                return True
-            # One that is innocent as well, where so many fell for other reasons.
-            return self.lives > 1 or self._falls > FALLS_MAX
+        if array("i", ask.prompt).tobytes() in self.poison and final.code is Code.INTERNAL:
+            return "times in a row before a new token came" in final.error
         if final.code is Code.SHUTDOWN:
             return self.shut_down and final.finish_reason == "abort"
         if final.finish_reason == "abort":

@@ -4,7 +4,7 @@ from gateway_desk import MS, Desk
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import RESTART_WINDOW_MS, RESTARTS_MAX
-from phalanx.protocol.messages import Final, Sampling, Submit
+from phalanx.protocol.messages import Final, Sampling, SeatLoad, Submit
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway.entries import Fell, Op, Recovered
 from phalanx.services.gateway.streams import SUSPECT_FALLS
@@ -113,3 +113,36 @@ def test_how_often_a_request_fell_outlives_gateway_and_node() -> None:
     desk.decodes()
     (stream,) = desk.core._lives.requests[poison].streams
     assert stream.end is not None and stream.end.reason == "error"
+
+
+def falls_wherever_it_is(others_fall: bool) -> int:
+    """Of two ranks. Returns how often, before it is given up. `others_fall`: each time the idle one does as well."""
+    desk, workers, falls = Desk(seats=2), [1, 1], 0
+    request = desk.start(Sampling(max_tokens=200))
+    stream = desk.core._find(request, 0)
+    assert stream is not None
+
+    def falls_at(number: int) -> None:
+        workers[number] += 1
+        seats = [Seat(n, worker, 1, "member") for n, worker in enumerate(workers)]
+        for _ in range(2):  # it may be told twice
+            desk.core.on_topology(Topology(2 * sum(workers), tuple(seats), b"", "f1"), desk.now)
+        load = SeatLoad(number, 1, True, total_blocks=4, worker_incarnation=workers[number])
+        desk.says(b"scheduler-%d#1" % number, load)
+
+    while stream.end is None:
+        while stream.place is None:
+            desk.passes(1000)
+        seat = stream.place.seat
+        if others_fall:
+            falls_at(1 - seat)
+        falls_at(seat)
+        falls += 1
+    assert f"fell {falls} times" in stream.end.error
+    return falls
+
+
+def test_the_innocent_may_fall_more_often_where_ranks_fall_that_have_no_suspect() -> None:
+    """One of 27,000 requests of simulated nodes whose ranks died by the dozen was given up for nothing it did."""
+    assert falls_wherever_it_is(others_fall=False) == FALLS_MAX + 1
+    assert falls_wherever_it_is(others_fall=True) == 2 * FALLS_MAX + 1
