@@ -32,7 +32,7 @@ from phalanx.bench.recovery_figures import (
     p50,
 )
 from phalanx.bench.recovery_load import USUAL, Load, Sequence, Sizes, play, requests, with_seeds
-from phalanx.protocol.config import NodeConfig, WorkerConfig
+from phalanx.protocol.config import NodeConfig, SchedulerConfig, WorkerConfig
 from phalanx.protocol.errors import PhalanxError
 from phalanx.protocol.messages import Inject, Injected
 from phalanx.services.client import Spec
@@ -52,6 +52,7 @@ def run(
     model: str = "random-tiny",
     seed: int = 1,
     blocks: int = 0,
+    target_itl_ms: float = 0.0,
     victims: Many[str] = ("worker",),
     how: str = "kill",
     noise: bool = False,
@@ -61,13 +62,17 @@ def run(
 
     Args:
         blocks: of each rank's pool; 0: plenty.
+        target_itl_ms: of the schedulers (docs/configuration.md): no step is longer, so none that is lost.
         victims: `kinds of processes`, which take turns.
         how: `recovery_fault.SIGNALS`, or `RESTART`.
         noise: one rank is one ulp off (`worker_svc/model/noise.py`).
         sizes: of prompts and outputs.
     """
     figures = Figures()
-    config = NodeConfig(worker=WorkerConfig(num_blocks=blocks))
+    config = NodeConfig(
+        worker=WorkerConfig(num_blocks=blocks),
+        scheduler=SchedulerConfig(target_itl_ms=target_itl_ms),
+    )
     todo = [victims[at % len(victims)] for at in range(kills)]
     measure = _Measure(todo, streams, seed, how, noise, sizes)
     try:
@@ -124,6 +129,7 @@ def run(
         "ranks": ranks,
         "streams": streams,
         "blocks": blocks,
+        "target_itl_ms": target_itl_ms,
         "outputs": sizes.outputs,
         "model": model,
         "load_average": round(os.getloadavg()[0], 2),

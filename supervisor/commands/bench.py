@@ -153,6 +153,12 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 @click.option("--model", default="random-tiny")
 @click.option("--seed", default=1, help="Of prompts, moments and victims.")
 @click.option("--blocks", default=0, help="KV blocks of each rank, to see full pools; 0: plenty.")
+@click.option(
+    "--target-itl-ms",
+    type=click.FloatRange(0, 60_000),
+    default=0.0,
+    help="scheduler.target_itl_ms of the node: no step is longer, so none that a fault ends.",
+)
 @click.option("--victim", default="worker", help=f"Who takes turns: {','.join(VICTIMS)}.")
 @click.option("--how", type=click.Choice(["kill", "stop", "restart"]), default="kill")
 @click.option("--noise", is_flag=True, help="The control: one rank is one ulp off.")
@@ -165,6 +171,7 @@ def recovery(
     model: str,
     seed: int,
     blocks: int,
+    target_itl_ms: float,
     victim: str,
     how: str,
     noise: bool,
@@ -184,7 +191,9 @@ def recovery(
     if unknown := set(victims) - set(VICTIMS):
         raise ConfigError(f"--victim {sorted(unknown)}: allowed are {', '.join(VICTIMS)}")
     sizes = importlib.import_module("phalanx.bench.recovery_load").Sizes(outputs=outputs)
-    figures = run(kills, ranks, streams, model, seed, blocks, victims, how, noise, sizes)
+    figures = run(
+        kills, ranks, streams, model, seed, blocks, target_itl_ms, victims, how, noise, sizes
+    )
     report(figures, as_json)
     wrong = bool(figures["tokens_changed"]) is not noise or figures["streams_lost"]
     wrong = wrong or (figures["logprobs_changed"] and not noise)
