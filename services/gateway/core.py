@@ -171,9 +171,10 @@ class Core:
 
     @property
     def idle(self) -> bool:
-        """Nothing is open and everything that can be told was told."""
+        """Nothing is open, or made again for a reader, and everything that can be told was told."""
         open_here = self._admission.sequences or not self._reruns.idle
-        return not open_here and self._logs.idle and self._delivery.idle
+        told = not open_here and self._logs.idle and self._delivery.idle
+        return told and all(request.finished for request in self._lives.requests.values())
 
     def drained(self, now_ns: int) -> bool:
         """Idle, and nobody is on the way here who read from the gateway before this one."""

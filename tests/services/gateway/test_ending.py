@@ -2,6 +2,7 @@
 
 from array import array
 
+import pytest
 from gateway_desk import MS, Desk
 
 from phalanx.protocol.errors import Code
@@ -139,3 +140,33 @@ def test_an_early_end_is_told_where_its_reader_is() -> None:
     assert (told.finish_reason, told.offset, told.usage.completion_tokens) == ("abort", 2, 2)
     desk.asks(Attach(2, R, (1,)), b"another")
     assert final(desk).offset == 1
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+def test_who_is_told_again_what_has_ended_is_waited_for(remembered: bool) -> None:
+    """All is on disk, and the gateway before this one fell before it was told: a tokenizer, or a rank as well, has to
+    make it again first."""
+    log = (Produced(R, 0, 0, ints(10, 11)),) if remembered else ()
+    end = Final(R, 0, 2, "length", Usage(1, 2))
+    desk, ending = begun(Recovered(entry(), {0: end}, produced=log))
+    ending.drain(desk.now + 60_000 * MS)
+    desk.asks(Attach(1, R, (1,)))
+    assert not ending.over(desk.now)
+    if not remembered:
+        ((seat, submit),) = desk.submits()
+        desk.produces(seat, submit, 0, 10, 11, finish="length")
+        assert not ending.over(desk.now)
+    desk.decodes()
+    assert final(desk) == end and ending.over(desk.now)
+
+
+def test_nor_longer_than_the_drain() -> None:
+    end = Final(R, 0, 2, "length", Usage(1, 2))
+    desk, ending = begun(Recovered(entry(), {0: end}))
+    desk.now = READERS_NS
+    ending.drain(desk.now)
+    desk.asks(Attach(1, R, (1,)))
+    assert ending.ends_all(desk.now) and not ending.over(desk.now)
+    desk.turn()
+    told = final(desk)
+    assert (told.finish_reason, told.code) == ("abort", Code.SHUTDOWN) and ending.over(desk.now)
