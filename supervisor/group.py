@@ -340,7 +340,8 @@ class Group:
             SetEpoch(self.epoch, self._awake()),
             Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),
         ]
-        causes = [s.joins for s in self.seats if s.state == "joining" and not s.kept_out]
+        joining = [s for s in self.seats if s.state == "joining" and not s.leaving]
+        causes = [seat.joins for seat in joining if not seat.kept_out]
         if causes:
             return actions + self._stop(" and ".join(causes), 0.0, now_ns, ends_steps=False)
         return actions + self.publish()

@@ -45,6 +45,7 @@ class Lives:
         process.stage, process.phase = Stage.STARTING, ProcessPhase.NONE
         process.life, process.progress_ns, process.silent = Patience(now_ns), now_ns, ""
         process.trouble = "", now_ns
+        process.policy.ready_ns = 0
         process.awaits = process.awaited_ns = 0
         process.pid = process.beat_ns = process.progress = process.kill_ns = 0
         process.drains = False
@@ -229,8 +230,16 @@ class Lives:
 def describe_end(code: int, detail: str) -> str:
     """How a process ended, for people."""
     if code < 0:
-        how = f"ended by {signal.Signals(-code).name}"
+        how = f"ended by {_signal_name(-code)}"
     else:
         named = {member.value: member.name for member in ExitCode}
         how = f"exit code {code}" + (f" {named[code]}" if code in named else "")
     return f"{how}: {detail}" if detail else how
+
+
+def _signal_name(number: int) -> str:
+    """Those for real-time use have none but the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

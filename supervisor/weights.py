@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from phalanx.protocol.arena import SHM, arena_name, restore_name
 from phalanx.protocol.log import Logger
 from phalanx.protocol.rundir import LOG_DIR
+from phalanx.supervisor.lives import describe_end
 from phalanx.supervisor.spawn import die_with
 
 _FILLER = [sys.executable, "-P", "-m", "phalanx.worker_svc.host_weights"]
@@ -90,8 +90,8 @@ class WeightsKeeper:
             self.missing, self._delay_ns = "", _AGAIN_NS
             self._log.info("host weights are held", **said)
             return True
-        killed = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self._failed(str(said.get("reason") or f"{killed}, see {self._out}"), now_ns)
+        ended = describe_end(code, "")
+        self._failed(str(said.get("reason") or f"{ended}, see {self._out}"), now_ns)
         return False
 
     def _hangs(self, pid: int, now_ns: int) -> bool:

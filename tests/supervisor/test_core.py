@@ -23,7 +23,7 @@ from phalanx.protocol.limits import (
     STOP_ACK_MS,
     TROUBLE_MS,
 )
-from phalanx.protocol.messages import HandOver, HealthUpdate, TopologyChanged
+from phalanx.protocol.messages import HandOver, HealthUpdate, Restart, Scale, TopologyChanged
 from phalanx.protocol.topology import Topology
 from phalanx.supervisor.core import SupervisorCore
 from phalanx.supervisor.ending import NodeStage
@@ -31,6 +31,7 @@ from phalanx.supervisor.events import (
     AcksSeen,
     Action,
     BecameReady,
+    ChangeAsked,
     Event,
     FilesMissing,
     Finished,
@@ -519,6 +520,37 @@ def test_old_deaths_are_forgiven() -> None:
         assert story.core.processes["gateway"].stage is Stage.STARTING
         story.wait(61_000)
     assert story.core.failed == ""
+
+
+def test_a_life_that_was_asked_to_end_does_not_make_the_next_one_long() -> None:
+    """One that dies while it starts has not served, however long the one before it had."""
+    story = running().dies("gateway").ready("gateway").wait(2 * RESTART_SERVED_MS)
+    story.core.standbys.clear()
+    for _ in range(3):
+        story.dies("gateway").wait(1000)
+    story.ready("gateway").wait(RESTART_SERVED_MS)
+    story.feed(ChangeAsked(b"me", Restart(1, ("gateway",), 60.0)))
+    story.dies("gateway", ExitCode.OK)
+    deaths = list(story.core.processes["gateway"].policy.deaths_ns)
+    assert len(deaths) == 3
+    story.dies("gateway")
+    assert story.core.processes["gateway"].policy.deaths_ns == [*deaths, story.now_ns]
+
+
+def test_a_signal_without_a_name_ends_a_process_as_any_other() -> None:
+    """The supervisor crashed over its name, and the node ended."""
+    story = running().dies("worker-1", code=-40).acks(stop=3, seats=(0, 2))
+    assert story.core.processes["worker-1"].ended == "ended by signal 40"
+    story.acks(go=4, seats=(0, 2)).ready("worker-1").acks(stop=5).acks(go=6)
+    assert not story.core.reasons()
+
+
+def test_who_is_ready_and_shall_go_does_not_stop_the_group_once_more() -> None:
+    story = running().dies("worker-1").acks(stop=3, seats=(0, 2)).ready("worker-1")
+    assert story.core.group.phase is GroupPhase.GOING, "it comes next"
+    story.feed(ChangeAsked(b"me", Scale(1, 2, 60.0))).acks(go=4, seats=(0, 2))
+    assert story.core.group.phase is GroupPhase.RUNNING and story.epoch == 4
+    assert not story.core.reasons()
 
 
 def test_a_spawn_that_fails_is_a_death() -> None:
