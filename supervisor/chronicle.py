@@ -46,7 +46,7 @@ class Chronicle:
         last = int(time.time()) if unread < 0 else max((entry.run for entry in past), default=0)
         self.run = last + 1
         self._entries = {(entry.run, entry.id): entry for entry in cut_off(past, self.run)}
-        self._writer = LineWriter(LineFile(_path(run_dir), BYTES_MAX))
+        self._writer = LineWriter(LineFile(history_file(run_dir), BYTES_MAX))
 
     def began(self, silent_ms: float) -> Began:
         """For the core: how the last start ended. `silent_ms`: since its last sign of life; negative: unknown."""
@@ -78,7 +78,7 @@ def read(run_dir: Path) -> tuple[list[HistoryEntry], int]:
     is not counted: it may be torn."""
     entries: dict[tuple[int, int], HistoryEntry] = {}
     unread = 0
-    path = _path(run_dir)
+    path = history_file(run_dir)
     for file in (older(path), path):
         lines = _tail(file).split(b"\n")
         for number, line in enumerate(lines, 1):
@@ -100,7 +100,7 @@ def cut_off(entries: list[HistoryEntry], run: int) -> list[HistoryEntry]:
     ]
 
 
-def _path(run_dir: Path) -> Path:
+def history_file(run_dir: Path) -> Path:
     return run_dir / LOG_DIR / HISTORY_FILE
 
 

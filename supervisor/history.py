@@ -252,7 +252,7 @@ class History:
                 id=self._ids,
                 kind="group",
                 **{name: getattr(record, name) for name in record.__struct_fields__},
-                decided=f"ranks {', '.join(map(str, record.survivors))} run",
+                decided=_who_runs(record.survivors),
                 outcome="over",
                 phases=(PhaseTime("stop", "", stop), PhaseTime("go", "", go)),
             )
@@ -314,6 +314,11 @@ def how_it_ended(entries: Sequence[HistoryEntry]) -> str:
     last = [entry for entry in entries if entry.run == run]
     stopped = any(entry.kind == "stop" and entry.outcome != UNDER_WAY for entry in last)
     return "stopped" if stopped else "died"
+
+
+def _who_runs(ranks: Sequence[int]) -> str:
+    one = len(ranks) == 1
+    return f"rank{'' if one else 's'} {', '.join(map(str, ranks))} run{'s' if one else ''}"
 
 
 def _short(text: str) -> str:

@@ -10,7 +10,7 @@ from rich.text import Text
 from phalanx.protocol.messages import HistoryEntry, HistoryQuery, HistoryReply, PhaseTime
 from phalanx.protocol.rundir import is_running
 from phalanx.supervisor.ask import ask, find_run_dir
-from phalanx.supervisor.chronicle import cut_off, read
+from phalanx.supervisor.chronicle import cut_off, history_file, read
 from phalanx.supervisor.commands.common import (
     console,
     errors,
@@ -33,10 +33,14 @@ def epochs(offline: bool, run_dir: Path | None, as_json: bool) -> None:
     """
     path = find_run_dir(run_dir)
     entries = _of_file(path) if offline else ask(path, HistoryQuery(1), HistoryReply, 5.0).entries
+    if offline and not entries:
+        errors.print(
+            f"nothing is told in {history_file(path)}: no node has run there", soft_wrap=True
+        )
     if as_json:
         print_json(entries)
     else:
-        console.print(_table(entries))
+        console.print(_lines(entries))
 
 
 def _of_file(run_dir: Path) -> tuple[HistoryEntry, ...]:
@@ -47,30 +51,36 @@ def _of_file(run_dir: Path) -> tuple[HistoryEntry, ...]:
     return tuple(cut_off(entries, now if is_running(run_dir) else now + 1))
 
 
-def _table(entries: tuple[HistoryEntry, ...]) -> Table:
-    table = Table(title="what happened")
-    for column in ("when", "epoch", "what", "noticed", "decided", "until it was over"):
-        table.add_column(column)
+def _lines(entries: tuple[HistoryEntry, ...]) -> Table:
+    """An entry is a paragraph: when and what, then how it was noticed, what was decided, what came of it."""
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(no_wrap=True)
+    lines.add_column(no_wrap=True)
+    lines.add_column()
     run = 0
     for entry in entries:
         if entry.run != run and run:
-            table.add_section()
+            lines.add_row()
         run = entry.run
-        table.add_row(*(Text(str(cell)) for cell in _row(entry)))
-    return table
+        for when, name, text in paragraph(entry):
+            lines.add_row(when, name, Text(text))
+    return lines
 
 
-def _row(entry: HistoryEntry) -> tuple[str | int, ...]:
-    when = (
-        time.strftime("%m-%d %H:%M:%S", time.localtime(entry.at)) + f".{entry.at % 1 * 1000:03.0f}"
-    )
+def paragraph(entry: HistoryEntry) -> list[tuple[str, str, str]]:
+    """Its lines: the time (of the first one), the name of what is told, and that."""
+    second, ms = divmod(int(entry.at * 1000), 1000)
+    when = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(second))}.{ms:03}"
     again = f", {entry.deaths} deaths" if entry.deaths > 1 else ""
     what = f"{entry.cause} ({entry.ended})" if entry.ended else entry.cause
     after = _ms(entry.detected_ms) if entry.detected_ms > 0 else ""
     noticed = ", ".join(filter(None, (entry.noticed, after)))
-    moved = f"{entry.moved_requests} requests move" if entry.moved_requests else ""
+    count = entry.moved_requests
+    moved = f"{count} request{'s move' if count > 1 else ' moves'}" if count else ""
     decided = "; ".join(filter(None, (entry.decided, moved)))
-    return when, entry.epoch, what + again, noticed, decided, _until(entry)
+    told = (("noticed", noticed), ("decided", decided), ("outcome", _until(entry)))
+    first = (when, f"epoch {entry.epoch}", what + again)
+    return [first, *(("", name, text) for name, text in told if text)]
 
 
 def _until(entry: HistoryEntry) -> str:
