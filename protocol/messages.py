@@ -899,6 +899,8 @@ class StatusReply(Message, frozen=True):
     rebalance: str = ""  # the plan that is being applied, and how far that is
     rebalances: tuple[RebalanceRecord, ...] = ()
     rebalanced: RebalanceTotals = RebalanceTotals()
+    reasons: tuple[str, ...] = ()  # what keeps the node from being healthy
+    note: str = ""  # what people should know of one that is healthy all the same
 
 
 class Shutdown(Message, frozen=True):

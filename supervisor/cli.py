@@ -13,7 +13,7 @@ from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 _COMMANDS = {
     "up": "node",
     "down": "node",
-    "status": "node",
+    "status": "status",
     "epochs": "epochs",
     "scale": "change",
     "restart": "change",

@@ -45,6 +45,8 @@ def status(
         inexact=config.inexact,
         scrubbed=core.scrubs.of_ranks(core.worker_incarnations()),
         scrubbed_experts=core.scrubs.of_experts(core.worker_incarnations()),
+        reasons=tuple(reasons),
+        note=note,
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import click
 import msgspec
-from rich.table import Table
 
 from phalanx.protocol.arena import TOKENS, kind_of, names, sweep
 from phalanx.protocol.config import NodeConfig, parse_config
@@ -34,7 +33,7 @@ from phalanx.supervisor.commands.common import (
     run_dir_option,
 )
 from phalanx.supervisor.commands.plan import memory_plan
-from phalanx.supervisor.headway import Headway, Waits, share, waiting_for
+from phalanx.supervisor.headway import Headway, Waits, waiting_for
 from phalanx.supervisor.lock import (
     FAILED_FILE,
     forget_failure,
@@ -370,37 +369,3 @@ def down(timeout: float, run_dir: Path | None, as_json: bool) -> None:
         console.print("stopped, nothing left behind")
     if is_running(path):
         finish(ExitCode.TIME_LIMIT)
-
-
-@click.command()
-@run_dir_option
-@json_option
-def status(run_dir: Path | None, as_json: bool) -> None:
-    """Which processes live, which ranks are in the group, whether all is well.
-
-    \b
-    Exit 4 when it is not; with --json `healthy` says so, and the exit code is 0.
-    """
-    reply = ask(find_run_dir(run_dir), StatusQuery(1), StatusReply, 5.0)
-    if as_json:
-        fields = (name for name in reply.__struct_fields__ if name != "call")
-        print_json({name: getattr(reply, name) for name in fields})
-        return
-    console.print(status_table(reply))
-    if not reply.healthy:
-        finish(ExitCode.UNHEALTHY)
-
-
-def status_table(reply: StatusReply) -> Table:
-    health = "[green]healthy[/]" if reply.healthy else "[red]not healthy[/]"
-    title = f"{reply.model} in {reply.run_dir}: epoch {reply.epoch}, {health}"
-    table = Table(title="\n".join((title, *reply.inexact)))
-    for column in ("process", "pid", "state", "restarts", "last beat"):
-        table.add_column(column, justify="left" if column in ("process", "state") else "right")
-    for process in reply.processes:
-        state = process.state
-        if process.detail:
-            state += f": {process.detail}{share(process.fraction)}"
-        beat = f"{process.last_beat_ms} ms" if process.last_beat_ms >= 0 else ""
-        table.add_row(process.name, str(process.pid), state, str(process.restarts), beat)
-    return table
