@@ -371,6 +371,8 @@ class Attempts:
                 and adoptable(stream)
                 # What the last gateway had of its prompt's log-probabilities is not told again there.
                 and stream.num_scores >= info.first_score
+                # Told before its worker fell, which is known since: nothing moves it from there any more.
+                and (seat.member or info.finish_reason is not None)
             )
             if stream is not None and ours and not aborted and stream.fits(info.outputs):
                 self._adopt(stream, seat, info.attempt, now_ns)

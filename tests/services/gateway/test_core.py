@@ -26,6 +26,7 @@ from phalanx.protocol.messages import (
     Error,
     Final,
     FinalSeen,
+    FinishReason,
     Generate,
     Health,
     HealthReply,
@@ -925,6 +926,32 @@ def test_what_a_scheduler_runs_counts_when_all_of_it_is_told() -> None:
     assert [stream.tokens for stream in desk.core._lives.requests["r" * 32].streams] == [
         [10, 11]
     ] * 2
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_what_a_rank_ran_that_fell_since_it_told_is_run_elsewhere(
+    finish: FinishReason | None,
+) -> None:
+    """The gateway and the rank fall, one after the other. An end that its scheduler has still counts."""
+    desk = before_lists()
+    peer, now = b"scheduler-0#1", desk.now
+    desk.core.on_bus(peer, Hello("scheduler-0", "scheduler", 1, 0), now)
+    desk.turn()
+    ((_, asked),) = [pair for pair in desk.sent(ListSequences) if pair[0] == peer]
+    assert isinstance(asked, ListSequences)
+    info = SequenceInfo("r" * 32, 0, 33, array("i", [10, 11]).tobytes(), finish)
+    told = SequenceList(asked.call, 0, 1, (info,))
+    # The shell looks at the board before it takes messages.
+    lost = Topology(4, (Seat(0, 1, 1, "lost"), Seat(1, 1, 1, "member")), b"", "f1")
+    desk.core.on_topology(lost, now)
+    desk.says(peer, told)
+    placed = {(submit.index, to) for to, submit in desk.submits()}
+    asked_again = [message for _, message in desk.sent(Resend)]
+    if finish is None:
+        assert placed == {(0, b"scheduler-1#1"), (1, b"scheduler-1#1")} and not asked_again
+    else:
+        assert placed == {(1, b"scheduler-1#1")}
+        assert asked_again == [Resend("r" * 32, 0, 33, 2)]
 
 
 def test_what_breaks_off_counts_as_nothing_told() -> None:
