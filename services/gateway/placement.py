@@ -213,12 +213,15 @@ class Placement:
         self._newest, self._newest_ns = (stream.request_id, seat.number), now_ns
 
     def _try_suspects(self, now_ns: int) -> None:
-        while (stream := self._suspects.next()) is not None:
+        """One that can go nowhere now does not hold up those behind it."""
+        for stream in self._suspects.waiting():
             tokens, need = stream.num_tokens_max, need_of(stream)
             closed = self.seats.closed_for(stream)
+            if not self.seats.any_open(now_ns, resumed=True, but=closed):
+                return
             seat = self.seats.least_loaded(now_ns, tokens, need, resumed=True, but=closed)
             if seat is None:
-                return
+                continue
             self._submit(stream, seat, now_ns)
             self._suspects.placed(stream, seat.number)
             self.seats.trying = self._suspects.trying()

@@ -222,9 +222,9 @@ class Seats:
         seats = self.by_number.values()
         return [seat for seat in seats if seat.takes(now_ns) and len(seat.streams) < capacity]
 
-    def any_open(self, now_ns: int, *, resumed: bool) -> bool:
+    def any_open(self, now_ns: int, *, resumed: bool, but: Collection[int] = ()) -> bool:
         """Whether some seat takes some sequence."""
-        return bool(self._open(now_ns, resumed))
+        return any(seat.number not in but for seat in self._open(now_ns, resumed))
 
     def least_loaded(
         self,

@@ -14,7 +14,7 @@ had tokens when it fell last: however many requests are poison, the deaths of a 
 bounds.
 """
 
-import heapq
+from bisect import insort
 from collections.abc import Collection
 
 from phalanx.services.gateway.streams import SUSPECT_FALLS, Stream
@@ -31,7 +31,7 @@ class Suspects:
     """Those that wait to be tried, and those that are."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, int, Stream]] = []  # heap: falls, age
+        self._waiting: list[tuple[int, int, int, Stream]] = []  # by falls, then age
         self._pushes = 0
         self._tried: dict[int, Stream] = {}  # by seat
         self._fallen: list[tuple[int, bool]] = []  # since the last look
@@ -41,7 +41,7 @@ class Suspects:
 
     def add(self, stream: Stream) -> None:
         self._pushes += 1
-        heapq.heappush(self._waiting, (stream.falls, stream.number, self._pushes, stream))
+        insort(self._waiting, (stream.falls, stream.number, self._pushes, stream))
 
     def fell(self, seat: int, streams: Collection[Stream]) -> None:
         """A rank did, with what it computed."""
@@ -56,14 +56,10 @@ class Suspects:
             stream.others_fell = self._others
         return stream.falls > FALLS_MAX + min(FALLS_MAX, self._others - stream.others_fell)
 
-    def next(self) -> Stream | None:
-        """Who is to be tried first."""
-        while self._waiting:
-            stream = self._waiting[0][-1]
-            if stream.final is None and stream.end is None and stream.place is None:
-                return stream
-            heapq.heappop(self._waiting)
-        return None
+    def waiting(self) -> list[Stream]:
+        """Who is to be tried, in this order."""
+        self._waiting = [entry for entry in self._waiting if _waits(entry[-1])]
+        return [stream for *_, stream in self._waiting]
 
     def pausing(self, now_ns: int) -> set[int]:
         """The seats that nobody is to be placed at now."""
@@ -85,6 +81,10 @@ class Suspects:
 
     def placed(self, stream: Stream, seat: int) -> None:
         self._tried[seat] = stream
+
+
+def _waits(stream: Stream) -> bool:
+    return stream.final is None and stream.end is None and stream.place is None
 
 
 def _pauses(falls_ns: list[int], now_ns: int) -> bool:

@@ -1,12 +1,14 @@
 """A request over which its rank falls ends alone, with an error; who was beside it goes on."""
 
+from array import array
+
 from gateway_desk import MS, Desk
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import RESTART_WINDOW_MS, RESTARTS_MAX
-from phalanx.protocol.messages import Final, Sampling, SeatLoad, Submit
+from phalanx.protocol.messages import Final, Hello, Sampling, SeatLoad, Submit
 from phalanx.protocol.topology import Seat, Topology
-from phalanx.services.gateway.entries import Fell, Op, Recovered
+from phalanx.services.gateway.entries import Entry, Fell, Op, Recovered
 from phalanx.services.gateway.streams import SUSPECT_FALLS
 from phalanx.services.gateway.suspects import FALLS_MAX
 
@@ -146,3 +148,24 @@ def test_the_innocent_may_fall_more_often_where_ranks_fall_that_have_no_suspect(
     """One of 27,000 requests of simulated nodes whose ranks died by the dozen was given up for nothing it did."""
     assert falls_wherever_it_is(others_fall=False) == FALLS_MAX + 1
     assert falls_wherever_it_is(others_fall=True) == 2 * FALLS_MAX + 1
+
+
+def test_a_suspect_that_fits_only_a_rank_that_is_away_does_not_hold_up_the_others() -> None:
+    """It is the first in turn. The others were not tried before that rank was back."""
+
+    def suspect(number: int, max_tokens: int) -> Recovered:
+        request_id = f"{number:032x}"
+        sampling = Sampling(seed=1, max_tokens=max_tokens)
+        prompt = array("i", [5]).tobytes()
+        entry = Entry(request_id, prompt, sampling, 1, True, "", b"", "tiny", "f1")
+        return Recovered(entry, falls=(Fell(request_id, 0, SUSPECT_FALLS, 0),), placed={})
+
+    large, small, smaller = (suspect(n, tokens) for n, tokens in enumerate((300, 9, 8)))
+    desk = Desk(large, small, smaller, seats=0)
+    seats = Seat(0, 1, 1, "lost"), Seat(1, 1, 1, "member")
+    desk.core.on_topology(Topology(6, seats, b"", "f1"), desk.now)
+    desk.says(b"scheduler-1#1", Hello("scheduler-1", "scheduler", 1, 1))
+    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=1, worker_incarnation=1))
+    desk.passes(1000)
+    told = {(peer, submit.request_id) for peer, submit in desk.submits()}
+    assert told == {(b"scheduler-1#1", small.entry.request_id)}, "and one at a time"
