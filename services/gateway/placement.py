@@ -4,7 +4,6 @@ The least loaded seat that takes a sequence gets it; what fell with its seat goe
 seat begins and ends is `attempts.py`.
 """
 
-import heapq
 from collections.abc import Callable
 
 from phalanx.protocol.errors import Code
@@ -16,6 +15,7 @@ from phalanx.services.gateway.moves import Moves
 from phalanx.services.gateway.seats import Need, Seat, Seats, need_of
 from phalanx.services.gateway.streams import SUSPECT_FALLS, End, Stream
 from phalanx.services.gateway.suspects import Suspects
+from phalanx.services.gateway.waiting import Waiting
 
 MS = 1_000_000
 COMES_NS = (
@@ -47,10 +47,7 @@ class Placement:
             first_attempt=first_attempt,
             first_call=first_call,
         )
-        # Heap: those that are resumed, then the oldest. Entries that no longer wait are dropped when
-        # they surface.
-        self._waiting: list[tuple[bool, int, int, Stream]] = []
-        self._pushes = 0
+        self._waiting = Waiting()
         self._pinned: list[Stream] = []  # wait for one certain seat
         self._ended: list[Stream] = []
         self._suspects = Suspects()
@@ -69,6 +66,7 @@ class Placement:
         if known or incarnation < seat.incarnation or seat.vacant:
             return
         self._replace_scheduler(seat, peer, incarnation)
+        self._waiting.seats_changed()
         self.attempts.ask_list(seat, now_ns)
 
     def on_topology(self, topology: Topology, now_ns: int) -> None:
@@ -88,6 +86,7 @@ class Placement:
             newest = max(seat.incarnation, told.scheduler_incarnation)
             if seat.peer and seat.vacant or newest > seat.incarnation:
                 self._replace_scheduler(seat, b"", newest, fell=not told.scheduler_left)
+        self._waiting.seats_changed()
 
     def on_load(
         self, peer: bytes, load: SeatLoad, find: Callable[[str, int], Stream | None]
@@ -96,7 +95,10 @@ class Placement:
         if seat is not None and load.incarnation == seat.incarnation:
             seat.load = load
             self._moves.heard(seat, load, find)
-            seat.total_blocks = load.total_blocks or seat.total_blocks
+            total_blocks = load.total_blocks or seat.total_blocks
+            if total_blocks != seat.total_blocks:
+                seat.total_blocks = total_blocks
+                self._waiting.seats_changed()
 
     def _replace_scheduler(
         self, seat: Seat, peer: bytes, incarnation: int, fell: bool = True
@@ -158,8 +160,7 @@ class Placement:
         if stream.suspect:
             self._suspects.add(stream)
             return
-        self._pushes += 1
-        heapq.heappush(self._waiting, (not stream.resumed, stream.number, self._pushes, stream))
+        self._waiting.add(stream)
 
     def dispatch(self, now_ns: int) -> None:
         """Submit what waits, to the least loaded seats. Once a turn, after all events."""
@@ -180,33 +181,33 @@ class Placement:
     def _place_waiting(self, now_ns: int, resumed: bool = False) -> None:
         """In their order; but one whose only seats are busy does not hold up those that may go elsewhere.
         `resumed`: no arrivals, and those that can start at once before the others, behind which they would wait."""
-        held_up: list[tuple[bool, int, int, Stream]] = []
-        tight: list[tuple[bool, int, int, Stream]] = []
-        while self._waiting and len(held_up) + len(tight) < HELD_UP_MAX:
-            if resumed and self._waiting[0][0]:
+        held_up: list[Stream] = []
+        tight: list[Stream] = []
+        while len(held_up) + len(tight) < HELD_UP_MAX:
+            stream = self._waiting.pop(resumed)
+            if stream is None:
                 break
-            entry = heapq.heappop(self._waiting)
-            stream = entry[-1]
-            if stream.final is not None or stream.place is not None or stream.end is not None:
-                continue
             seat = self._seat_for(stream, now_ns)
             if seat is not None and resumed and not seat.has_room(self._need(stream, seat, now_ns)):
-                tight.append(entry)
+                tight.append(stream)
                 continue
             if seat is not None:
                 self._place(stream, seat, now_ns)
                 continue
-            held_up.append(entry)
+            if self.seats.only_away(stream.num_tokens_max):
+                self._waiting.put_away(stream)
+            else:
+                held_up.append(stream)
             if not self.seats.any_open(now_ns, resumed=stream.resumed):
                 break
-        for entry in tight:
-            seat = self._seat_for(entry[-1], now_ns)
+        for stream in tight:
+            seat = self._seat_for(stream, now_ns)
             if seat is not None:
-                self._place(entry[-1], seat, now_ns)
+                self._place(stream, seat, now_ns)
             else:
-                held_up.append(entry)
-        for entry in held_up:
-            heapq.heappush(self._waiting, entry)
+                held_up.append(stream)
+        for stream in held_up:
+            self._waiting.add(stream)
 
     def _place(self, stream: Stream, seat: Seat, now_ns: int) -> None:
         self._submit(stream, seat, now_ns)

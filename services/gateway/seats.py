@@ -222,6 +222,13 @@ class Seats:
         seats = self.by_number.values()
         return [seat for seat in seats if seat.takes(now_ns) and len(seat.streams) < capacity]
 
+    def only_away(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens waits for a seat to come back: none that is there, busy or not, has
+        room for it."""
+        seats = self.by_number.values()
+        there = any(seat.peer and seat.member and seat.holds(tokens) for seat in seats)
+        return not there and any(seat.may_hold(tokens) for seat in seats)
+
     def any_open(self, now_ns: int, *, resumed: bool, but: Collection[int] = ()) -> bool:
         """Whether some seat takes some sequence."""
         return any(seat.number not in but for seat in self._open(now_ns, resumed))

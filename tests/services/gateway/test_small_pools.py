@@ -20,6 +20,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.topology import Seat, Topology
 from phalanx.services.gateway.entries import Entry, Placed, Produced, Recovered
+from phalanx.services.gateway.placement import HELD_UP_MAX
 
 
 def ints(*ids: int) -> bytes:
@@ -63,6 +64,23 @@ def test_one_that_fits_only_the_rank_that_fell_waits_for_it() -> None:
     ((peer, submit),) = desk.submits()
     assert (peer, submit.request_id) == (b"scheduler-0#1", large)
     assert submit.outputs == ints(8, 9)
+
+
+def test_many_that_fit_only_the_rank_that_fell_hold_up_nobody() -> None:
+    """More than are looked at in a turn."""
+    many = HELD_UP_MAX + 6
+    desk = Desk(seats=1, capacity=many)
+    large = [desk.start(Sampling(max_tokens=300)) for _ in range(many)]
+    assert len(desk.submits()) == many
+    desk.core.on_topology(Topology(4, (Seat(0, 1, 1, "lost"), SMALL), b"", "f1"), desk.now)
+    small(desk)
+    arrival = desk.start(Sampling(max_tokens=9))
+    assert [(p, s.request_id) for p, s in desk.submits()] == [(b"scheduler-1#1", arrival)]
+    seats = (Seat(0, 2, 1, "member"), SMALL)
+    desk.core.on_topology(Topology(6, seats, b"", "f1"), desk.now)
+    desk.says(b"scheduler-0#1", SeatLoad(0, 1, True, total_blocks=4, worker_incarnation=2))
+    desk.passes(200)
+    assert {s.request_id for p, s in desk.submits() if p == b"scheduler-0#1"} == {*large}
 
 
 def test_the_pool_of_the_smallest_rank_bounds_a_request() -> None:
