@@ -292,8 +292,12 @@ class Lives:
 
 
 def _reached(request: Request, stream: Stream) -> int:
-    """How many of its tokens the stream's reader has; without one, the most that any reader got."""
-    return request.view.cursors[stream.index] if request.view is not None else stream.sent
+    """How many of its tokens the stream's reader has; without one, the most that any reader got. By their word: no
+    stream has more than were asked for."""
+    most = request.entry.sampling.max_tokens
+    assert most is not None
+    told = request.view.cursors[stream.index] if request.view is not None else stream.sent
+    return min(told, most)
 
 
 def _misfit(request: Request, message: Attach) -> Refused | None:

@@ -189,3 +189,26 @@ def test_a_digest_that_is_none_is_refused(digests: tuple[bytes, ...]) -> None:
     desk.asks(Attach(1, R, (2,), digests))
     (error,) = desk.told()
     assert isinstance(error, Error) and error.code is Code.BAD_REQUEST and "16" in error.message
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_reader_who_says_that_he_has_more_than_there_can_be_does_not_lengthen_the_stream(
+    leaves: bool,
+) -> None:
+    """An early end is where its reader is. Another one, of a request of nine tokens, then waited for a million."""
+    desk = Desk()
+    request = desk.start(Sampling(max_tokens=9))
+    ((seat, submit),) = desk.submits()
+    desk.asks(Attach(2, request, (10**6,)), b"another")
+    if leaves:
+        desk.core._lives.requests[request].view = None
+    desk.asks(Abort(3, request), b"another")
+    told = finals(desk.told())
+    assert [final.offset for final in told] == ([] if leaves else [10**6])
+    desk.asks(Attach(4, request))
+    ((seat, submit),) = desk.submits()
+    assert submit.sampling.max_tokens == 9
+    desk.produces(seat, submit, 0, *range(10, 19), finish="length")
+    desk.decodes()
+    (final,) = finals(desk.told())
+    assert (final.finish_reason, final.offset, final.usage.completion_tokens) == ("abort", 9, 9)
