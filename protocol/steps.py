@@ -133,11 +133,6 @@ _result_decoder = msgspec.msgpack.Decoder(ToScheduler)
 _PLACES = (0, PLAN_RING_BYTES), (PLAN_RING_BYTES, PLAN_RING_BYTES + RING_BYTES)
 
 
-def introduction_bytes(sampling: Sampling) -> int:
-    """What a new sequence takes in a plan beside its tokens, at most."""
-    return 64 + len(_encoder.encode(sampling))
-
-
 def link_arena_name(node: str, seat: int, link: int) -> str:
     return arena_name(node, f"link{seat}", f"{link >> 32}.{link & 0xFFFFFFFF}")
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from phalanx.protocol.config import SchedulerConfig
 from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.introductions import check_introduced
 from phalanx.protocol.limits import N_MAX, STOP_IDS_MAX
 from phalanx.protocol.messages import Sampling, Submit
 from phalanx.protocol.queues import REQUEST_ID_BYTES
 from phalanx.protocol.steps import WorkerHello
 from phalanx.scheduler_svc.blocks import blocks_for
-from phalanx.scheduler_svc.prefill import PLAN_NEW_BYTES_MAX
 from phalanx.scheduler_svc.rank import Rank
 from phalanx.scheduler_svc.state import Sequence, sequence_of
 
@@ -54,20 +54,8 @@ def admit(
     head_start_ns = submit.priority * config.priority_step_ms * 1_000_000
     order = (0 if submit.resumed else 1, now_ns - head_start_ns, serial)
     sequence = sequence_of(submit, max_outputs, order, now_ns)
-    _check_size(sequence)
+    check_introduced(sequence.num_prompt, max_outputs, sequence.settings_bytes)
     return sequence
-
-
-def _check_size(sequence: Sequence) -> None:
-    """A plan can tell the worker of it, also after it has moved with all its outputs. Raises Refused."""
-    prompt, outputs, beside = sequence.num_prompt, sequence.max_outputs, sequence.settings_bytes
-    if 4 * (prompt + outputs) + beside > PLAN_NEW_BYTES_MAX:
-        raise Refused(
-            Code.BAD_REQUEST,
-            f"{prompt} prompt tokens and up to {outputs} outputs, of 4 bytes each, with {beside} bytes of settings are"
-            f" more than the {PLAN_NEW_BYTES_MAX} bytes that one sequence may have: leave out predicted_token_ids or"
-            " forced_token_ids, or lower max_tokens",
-        )
 
 
 def _room(submit: Submit, worker: WorkerHello, total_blocks: int) -> int:

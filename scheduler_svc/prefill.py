@@ -19,13 +19,12 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.protocol.introductions import PLAN_NEW_BYTES_MAX
 from phalanx.protocol.prompt_logprobs import STEP_BYTES_MAX
 from phalanx.scheduler_svc.blocks import blocks_for
 from phalanx.scheduler_svc.rank import Fork, Rank
 from phalanx.scheduler_svc.state import Chunk, Sequence
 
-# A plan carries all tokens and settings of its new sequences; what is left of `PLAN_BYTES_MAX` is for the rest of it.
-PLAN_NEW_BYTES_MAX = 2 << 20
 OVERTAKES = 4  # a prompt with so many times less left may go first
 OVERTAKEN_MAX = 32  # times that a waiting sequence lets others go first
 _SETTINGS, _SETTINGS_OF_CHUNK = attrgetter("settings_bytes"), attrgetter("sequence.settings_bytes")

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from phalanx.protocol.errors import Code
+from phalanx.protocol.introductions import introduction_bytes
 from phalanx.protocol.limits import BLOCK_SIZE
 from phalanx.protocol.messages import (
     FinishReason,
@@ -18,7 +19,7 @@ from phalanx.protocol.messages import (
     TokensItem,
 )
 from phalanx.protocol.queues import REQUEST_ID_BYTES, Phase, QueueTable, State
-from phalanx.protocol.steps import NewSequence, introduction_bytes
+from phalanx.protocol.steps import NewSequence
 from phalanx.scheduler_svc.compiled import ROWS
 from phalanx.scheduler_svc.outputs import Int32, Outputs
 from phalanx.scheduler_svc.scores import NO_SCORES, Scores

@@ -57,6 +57,8 @@ PURE = {
     "streams.py",
     "suspects.py",
     "texts.py",
+    "waiting.py",
+    "introductions.py",
 }
 IMPURE = {
     "asyncio",

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from phalanx.protocol.errors import Code, Refused
+from phalanx.protocol.introductions import check_introduced, introduction_bytes
 from phalanx.protocol.limits import (
     BLOCKED_IDS_MAX,
     KEY_CHARS_MAX,
@@ -108,7 +109,13 @@ def resolve(
     if not prompt_ids:
         raise _bad("the prompt has no tokens; send at least one")
     _ids("the prompt", prompt_ids, model)
-    return sampling_for(sampling, len(prompt_ids), model, pool_tokens, default_max_tokens, seed)
+    count = len(prompt_ids)
+    made = sampling_for(sampling, count, model, pool_tokens, default_max_tokens, seed)
+    assert made.max_tokens is not None
+    # Each of its sequences has a seed of its own: none takes more than the largest.
+    beside = introduction_bytes(msgspec.structs.replace(made, seed=SEED_MAX))
+    check_introduced(count, made.max_tokens, beside)
+    return made
 
 
 def sampling_for(

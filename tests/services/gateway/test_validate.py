@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.protocol.codec import Decoder, encode
 from phalanx.protocol.errors import Code, ConfigError, DecodeError, Refused
+from phalanx.protocol.introductions import PLAN_NEW_BYTES_MAX, introduction_bytes
 from phalanx.protocol.limits import (
     LOGIT_BIAS_MAX,
     N_MAX,
@@ -34,9 +35,11 @@ def refused(message: Generate) -> Refused:
     return caught.value
 
 
-def run(sampling: Sampling, prompt: list[int], pool: int | None = None) -> Sampling:
-    check_sampling(sampling, MODEL)
-    return resolve(sampling, prompt, MODEL, pool_tokens=pool, default_max_tokens=100, seed=42)
+def run(
+    sampling: Sampling, prompt: list[int], pool: int | None = None, model: ModelLimits = MODEL
+) -> Sampling:
+    check_sampling(sampling, model)
+    return resolve(sampling, prompt, model, pool_tokens=pool, default_max_tokens=100, seed=42)
 
 
 def generate(**fields: Any) -> Generate:
@@ -241,6 +244,28 @@ def test_the_default_length_fits_by_itself(prompt: int, least: int, pool: int | 
         assert got.max_tokens == min(max(100, least), room) and got.min_tokens <= got.max_tokens
     except Refused:
         assert room < 1 or least > room
+
+
+def test_settings_that_no_plan_has_room_for_are_refused() -> None:
+    """Its scheduler refused it, after the gateway had accepted it. Of no sequence is more let through than fits."""
+    model = replace(MODEL, max_positions=1 << 20)
+
+    def size(outputs: int, seed: int) -> int:
+        forced = Sampling(max_tokens=outputs, forced_token_ids=(40,) * outputs, seed=seed)
+        made = sampling_for(forced, 10, model, None, 100, 0)
+        return 4 * (10 + outputs) + introduction_bytes(made)
+
+    most = 419_000 + (PLAN_NEW_BYTES_MAX - size(419_000, SEED_MAX)) // 5  # 4 bytes and one each
+    assert size(most, SEED_MAX) <= PLAN_NEW_BYTES_MAX < size(most + 1, SEED_MAX)
+    assert size(most + 1, 1) <= PLAN_NEW_BYTES_MAX, "by its first sequence alone it would fit"
+    for outputs in (most, most + 1, 1 << 19):
+        asked = Sampling(max_tokens=outputs, forced_token_ids=(40,) * outputs, seed=1)
+        if outputs == most:
+            run(asked, [5] * 10, model=model)
+            continue
+        with pytest.raises(Refused, match=f"{outputs} outputs.*lower max_tokens") as refused:
+            run(asked, [5] * 10, model=model)
+        assert refused.value.code is Code.BAD_REQUEST
 
 
 def test_an_empty_prompt_is_refused_after_tokenizing_too() -> None:
