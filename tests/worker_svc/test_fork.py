@@ -2,8 +2,10 @@
 would have alone, whatever the prompt's place in blocks and windows, with chunks and with abandoned steps;
 also where the early tokens of a prompt skip the later layers."""
 
+from functools import cache
+
 import pytest
-from engine_served import Ask, Served
+from engine_served import Ask, Served, Stream
 from engine_world import MAX_LEN
 from forward_world import weights_of
 
@@ -12,29 +14,58 @@ from phalanx.protocol.messages import Sampling
 
 OUTPUTS = 6
 SEEDS = (11, 12, 13)
+WHOLE = WorkerConfig()
 
 
-def assert_as_if_alone(served: Served, shape: str, lengths: tuple[int, ...], abandon: int) -> None:
+def asks(shape: str, length: int) -> list[Ask]:
+    assert length + OUTPUTS <= MAX_LEN
     vocab = weights_of(shape).config.vocab_size
-    for length in lengths:
-        assert length + OUTPUTS <= MAX_LEN
-        prompt = [3 + (7 * at * at + length) % (vocab - 3) for at in range(length)]
-        sampling = [
-            Sampling(seed=seed, max_tokens=OUTPUTS, ignore_eos=True, logprobs=1) for seed in SEEDS
+    prompt = [3 + (7 * at * at + length) % (vocab - 3) for at in range(length)]
+    sampling = [
+        Sampling(seed=seed, max_tokens=OUTPUTS, ignore_eos=True, logprobs=1) for seed in SEEDS
+    ]
+    return [Ask(f"{length:032x}", i, prompt, one) for i, one in enumerate(sampling)]
+
+
+@cache
+def alone(shape: str, worker: WorkerConfig, lengths: tuple[int, ...]) -> list[list[Stream]]:
+    """By length: each sequence as a request of its own, one after the other, its prompt in one step."""
+    served = Served(shape, 1024, worker=worker)
+    try:
+        return [
+            [
+                served.streams(
+                    [Ask(f"{1000 * length + one.index:032x}", 0, one.prompt, one.sampling)]
+                )[0]
+                for one in asks(shape, length)
+            ]
+            for length in lengths
         ]
-        before = served.forks
-        together = served.streams(
-            [Ask(f"{length:032x}", i, prompt, one) for i, one in enumerate(sampling)], abandon
-        )
-        assert served.forks > before or length == 1
-        alone = [
-            served.streams([Ask(f"{1000 * length + (one.seed or 0):032x}", 0, prompt, one)])[0]
-            for one in sampling
-        ]
-        assert together == alone, f"a prompt of {length} tokens"
-        assert all(len(tokens) == OUTPUTS for tokens, _ in together)
-    pool = served.core.rank.pool
-    assert pool.free == pool.total
+    finally:
+        served.close()
+
+
+def assert_as_if_alone(
+    shape: str,
+    lengths: tuple[int, ...],
+    abandon: int,
+    budget: int,
+    ahead: int = 1,
+    worker: WorkerConfig = WHOLE,
+) -> None:
+    right = alone(shape, worker, lengths)
+    served = Served(shape, budget, ahead=ahead, worker=worker)
+    try:
+        for length, one_by_one in zip(lengths, right, strict=True):
+            before = served.forks
+            together = served.streams(asks(shape, length), abandon)
+            assert served.forks > before or length == 1
+            assert together == one_by_one, f"a prompt of {length} tokens"
+            assert all(len(tokens) == OUTPUTS for tokens, _ in together)
+        pool = served.core.rank.pool
+        assert pool.free == pool.total
+    finally:
+        served.close()
 
 
 @pytest.mark.parametrize(
@@ -46,11 +77,7 @@ def assert_as_if_alone(served: Served, shape: str, lengths: tuple[int, ...], aba
     ],
 )
 def test_followers_are_as_if_alone(shape: str, budget: int, abandon: int, ahead: int) -> None:
-    served = Served(shape, budget, ahead=ahead)
-    try:
-        assert_as_if_alone(served, shape, (1, 2, 127, 128, 129, 200), abandon)
-    finally:
-        served.close()
+    assert_as_if_alone(shape, (1, 2, 127, 128, 129, 200), abandon, budget, ahead)
 
 
 @pytest.mark.parametrize("mode", ["compact", "mask"])
@@ -60,8 +87,4 @@ def test_followers_of_a_truncated_prompt(mode: str, budget: int, abandon: int) -
     windows before it come with its leader's slot."""
     keep = weights_of("tiny-a").config.sliding_window + 6
     worker = WorkerConfig(yoco_truncation=mode, yoco_keep_tokens=keep)  # type: ignore[arg-type]
-    served = Served("tiny-a", budget, worker=worker)
-    try:
-        assert_as_if_alone(served, "tiny-a", (keep, keep + 1, 129), abandon)
-    finally:
-        served.close()
+    assert_as_if_alone("tiny-a", (keep, keep + 1, 129), abandon, budget, worker=worker)
