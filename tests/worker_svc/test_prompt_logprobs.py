@@ -1,5 +1,7 @@
 """Logprobs of a prompt are those that decoding the same tokens reported, bit for bit."""
 
+from functools import cache
+
 import pytest
 import torch
 from forward_world import SHAPES, World, weights_of
@@ -10,9 +12,10 @@ from phalanx.kernels.reference.sampling_rows import RowParams, SamplingRows
 from phalanx.worker_svc.model.reader import Reader
 
 ALL = pytest.mark.parametrize("shape", SHAPES)
-PROMPT, OUTPUTS, BEST = 23, 22, 3
+PROMPT, OUTPUTS, BEST = 23, 13, 3
 
 
+@cache
 def decoded(shape: str, *, beside: int) -> tuple[list[int], TokenLogprobs]:
     """A text of which the last tokens were drawn at temperature 1, and what the draws reported."""
     world = World(shape, seed=4)
@@ -69,7 +72,7 @@ def test_six_rows_at_a_time_report_the_same(shape: str) -> None:
 def test_another_text_has_other_logprobs() -> None:
     """Else the tests above could not fail."""
     text, decode = decoded("tiny-a", beside=0)
-    text[0] = (text[0] + 1) % 512
+    text = [(text[0] + 1) % 512, *text[1:]]
     reader = Reader(weights_of("tiny-a"), len(text))
     got = reader.score(text, len(text), BEST).logprobs[-OUTPUTS:]
     assert not torch.equal(got, decode.logprobs)
