@@ -84,7 +84,11 @@ def run_tests(folder: Path, *options: str) -> Found:
     ]
     subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-p", "records", *arguments, str(folder)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        },
         capture_output=True,
         check=False,
     )
