@@ -4,7 +4,7 @@ import pytest
 
 from sim.scheduler_world import Options, World
 
-SEEDS, BATCH = 100, 50  # `make soak` runs 100,000
+SEEDS, BATCH = 50, 25  # `make soak` runs 100,000
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, BATCH))

@@ -9,7 +9,10 @@ from sim.host_checks import Violated
 from sim.host_pauses import PausedHost
 
 
-@pytest.mark.parametrize("first", range(0, 300, 20))
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, 160, 20), *(pytest.param(at, marks=pytest.mark.soak) for at in range(160, 300, 20))],
+)
 def test_recovers_after_faults(first: int) -> None:
     for seed in range(first, first + 20):
         (PausedHost if seed % 4 == 0 else Host)(seed).run()
