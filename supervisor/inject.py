@@ -259,33 +259,34 @@ def _check(request: Inject) -> None:
     if kind not in KINDS:
         raise ConfigError(f"unknown fault {kind!r}; there are: {', '.join(KINDS)}")
     if not 0 <= request.ms <= MS_MAX:
-        raise ConfigError(f"ms is {request.ms}, allowed: 0 to {MS_MAX}")
+        raise ConfigError(f"--ms is {request.ms}, allowed: 0 to {MS_MAX}")
     if not 0 < request.rate <= 1:
-        raise ConfigError(f"rate is {request.rate}, allowed: above 0, at most 1")
+        raise ConfigError(f"--rate is {request.rate}, allowed: above 0, at most 1")
     if not 0 <= request.count <= COUNT_MAX or not 1 <= request.nth <= COUNT_MAX:
         raise ConfigError(
-            f"count is {request.count} and nth {request.nth}, allowed: 0 and 1 to {COUNT_MAX}"
+            f"--count is {request.count} and --nth {request.nth}, allowed: 0 and 1 to {COUNT_MAX}"
         )
     timed = kind in ("stop", *WRITTEN) and (kind != "failpoint" or request.action == "sleep")
     if request.ms and not timed:
-        raise ConfigError(f"ms is of no use with {request.action or kind}, which has no duration")
+        raise ConfigError(f"--ms is of no use with {request.action or kind}, which has no duration")
     if not request.ms and (kind in _AMOUNT or request.action == "sleep"):
-        raise ConfigError(f"{kind} needs ms: how long at a time")
+        text = f"{request.action or kind} needs --ms: how long at a time, 1 to {MS_MAX}"
+        raise ConfigError(text)
     if (request.rate, request.count) != (1.0, 0) and kind not in WRITTEN:
-        raise ConfigError(f"{kind} happens at once and to all: it has neither rate nor count")
+        raise ConfigError(f"{kind} happens at once and to all: it has neither --rate nor --count")
     if kind == "failpoint":
         _check_failpoint(request)
     elif request.action or request.nth != 1:
-        raise ConfigError(f"only a failpoint has an action and nth, {kind} has not")
+        raise ConfigError(f"only a failpoint has --action and --nth, {kind} has not")
     if kind == "bitflip" and request.only and not re.fullmatch(r"\d+\.\d+", request.only):
-        raise ConfigError(f"only is {request.only!r}, allowed: LAYER.EXPERT, as 3.17")
+        raise ConfigError(f"--only is {request.only!r}, allowed: LAYER.EXPERT, as 3.17")
     if kind in MESSAGES and request.only and request.only not in MESSAGE_TYPES:
         near = get_close_matches(request.only, MESSAGE_TYPES, 3)
         hint = f"; is it {' or '.join(near)}?" if near else ""
         text = f"there is no message {request.only!r}: protocol/messages.py has their names{hint}"
         raise ConfigError(text)
     if request.only and kind not in (*MESSAGES, "failpoint", "bitflip"):
-        raise ConfigError(f"{kind} is not about messages: it has no `only`")
+        raise ConfigError(f"{kind} is not about messages: it has no --only")
 
 
 def _check_failpoint(request: Inject) -> None:
@@ -294,9 +295,11 @@ def _check_failpoint(request: Inject) -> None:
             f"there is no failpoint {request.only!r}; phalanx inject list failpoints shows them"
         )
     if request.action not in ACTIONS:
-        raise ConfigError(f"action is {request.action!r}, allowed: {', '.join(ACTIONS)}")
+        raise ConfigError(f"--action is {request.action!r}, allowed: {', '.join(ACTIONS)}")
     if request.rate != 1:
-        raise ConfigError("a failpoint has no rate: it counts how often it is passed (nth, count)")
+        raise ConfigError(
+            "a failpoint has no --rate: it counts how often it is passed (--nth, --count)"
+        )
 
 
 def _fit(request: Inject, names: list[str]) -> list[str]:
@@ -319,7 +322,7 @@ def _that_have(only: str, placement: Placement, chosen: tuple[str, ...]) -> tupl
     layers, experts = len(placement.physical_to_logical), placement.num_experts
     if layer >= layers or expert >= experts:
         raise ConfigError(
-            f"only is {only!r}: the model has layers 0 to {layers - 1} with experts 0 to {experts - 1}"
+            f"--only is {only!r}: the model has layers 0 to {layers - 1} with experts 0 to {experts - 1}"
         )
     seats = {seat for seat, _ in copies(placement, layer)[expert]}
     holders = [f"worker-{seat}" for seat in sorted(seats)]
@@ -343,13 +346,19 @@ def targets(kind: str, target: str, names: list[str], rng: random.Random) -> tup
     """
     if kind == "gpu-loss":  # only a worker holds a GPU
         names = [name for name in names if name.startswith("worker-")]
-    if target == ALL and kind != "kill":
+    if target == ALL:
         return tuple(n for n in names if kind in ("clear", "list") or n != SUPERVISOR)
     wanted = target.removeprefix(RANDOM)
     # The whole name first: worker-1 is not worker-10.
     found = [name for name in names if name == wanted]
     found = found or [name for name in names if wanted and name.startswith(wanted)]
     if not found:
-        text = f"no process that {kind} can happen to is called {wanted!r} or begins so"
+        if wanted == SUPERVISOR and kind in SIGNALS:
+            raise ConfigError(
+                f"{kind} is not for the supervisor, which would send it to itself: use the kill of your"
+                " shell, with its pid from phalanx status"
+            )
+        fit = "" if kind == "list" else f" that {kind} can happen to"
+        text = f"no process{fit} is called {wanted!r} or begins so"
         raise ConfigError(f"{text}; there are: {', '.join(names)}")
     return (rng.choice(found),) if target.startswith(RANDOM) else tuple(found)

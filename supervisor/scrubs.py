@@ -79,17 +79,20 @@ def _told(finding: Finding) -> str:
     names = _names(finding.seats)
     where = f"output {finding.at} of request {finding.request_id[:8]}"
     if not finding.against:
-        return f"the scrubber: {names} compute different bits ({where}); one of them is wrong"
+        text = f"the scrubber: {names} compute different bits ({where}): one of them is wrong;"
+        return f"{text} {_remedy(finding.seats)}"
     others = _names(finding.against)
     return (
         f"the scrubber: {names} computes other bits than {others} ({where}): is its device broken?"
+        f" {_remedy(finding.seats)}"
     )
 
 
 def _told_experts(findings: Iterable[ExpertFinding]) -> list[str]:
     wrong = {(f.seats[0], f.layer, f.expert) for f in findings if len(f.seats) == 1}
     told = [
-        f"the scrubber: worker-{seat} holds other bits of expert {expert} of layer {layer} than the checkpoint"
+        f"the scrubber: worker-{seat} holds other bits of expert {expert} of layer {layer} than the checkpoint:"
+        f" {_remedy((seat,))}"
         for seat, layer, expert in sorted(wrong)
     ]
     # A rank whose copy is wrong computes other bits with it: that is told.
@@ -115,14 +118,19 @@ def _told_doubts(doubts: list[ExpertFinding]) -> list[str]:
         others = sorted(frozenset.union(*mine) - {seat})
         told.append(
             f"the scrubber: worker-{seat} computes other bits than {_names(others)} with expert"
-            f" {where.expert} of layer {where.layer}: is its device broken?"
+            f" {where.expert} of layer {where.layer}: is its device broken? {_remedy((seat,))}"
         )
         by_ranks = {ranks: doubt for ranks, doubt in by_ranks.items() if seat not in ranks}
     return told + [
         f"the scrubber: {_names(sorted(ranks))} compute different bits with expert {doubt.expert} of layer"
-        f" {doubt.layer}; one of them is wrong"
+        f" {doubt.layer}: one of them is wrong; {_remedy(sorted(ranks))}"
         for ranks, doubt in by_ranks.items()
     ]
+
+
+def _remedy(seats: Iterable[int]) -> str:
+    """What makes it right again, unless the device is broken for good."""
+    return f"phalanx restart {' '.join(f'worker-{seat}' for seat in seats)}, then phalanx kv clear"
 
 
 def _names(seats: Iterable[int]) -> str:

@@ -3,16 +3,18 @@
 from pathlib import Path
 
 import click
+from rich.table import Table
+from rich.text import Text
 
-from phalanx.protocol.failpoints import kind_of
+from phalanx.protocol.failpoints import NAMES, kind_of
 from phalanx.protocol.messages import Inject, Injected
 from phalanx.supervisor.ask import ask, find_run_dir
 from phalanx.supervisor.commands.common import console, json_option, print_json, run_dir_option
-from phalanx.supervisor.inject import ACTIONS, COUNT_MAX, KINDS, MS_MAX, RANDOM
+from phalanx.supervisor.inject import ACTIONS, COUNT_MAX, FAILPOINTS, KINDS, MS_MAX, RANDOM
 
 
 @click.command()
-@click.argument("kind", type=click.Choice(KINDS))
+@click.argument("kind", type=click.Choice(KINDS), metavar="KIND")
 @click.argument("target")
 @click.option(
     "--ms",
@@ -46,7 +48,8 @@ def inject(
     """Break parts of a node that was started with `up --inject`; others refuse (exit 4).
 
     \b
-    TARGET is a process name, a prefix of names, random:PREFIX for one of them, or all.
+    TARGET is a process name, a prefix of names, random:PREFIX for one of them, or all (but the
+    supervisor). KIND is one of
       list       breaks nothing: which processes TARGET names, and what was broken there;
                  `list failpoints` names those
       kill       SIGKILL
@@ -72,7 +75,18 @@ def inject(
     hit = reply.injected
     if as_json:
         print_json({"injected": hit, "armed": reply.armed})
+    elif (kind, target) == ("list", FAILPOINTS):
+        console.print(_failpoints(hit))
     elif kind == "list":
         console.print("\n".join((*hit, *reply.armed)), markup=False, highlight=False)
     else:
         console.print(f"{kind}: {', '.join(hit)}")
+
+
+def _failpoints(names: tuple[str, ...]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name in names:
+        table.add_row(name, Text(NAMES.get(name, "")))
+    return table

@@ -33,6 +33,7 @@ def status(run_dir: Path | None, as_json: bool) -> None:
         fields = (name for name in reply.__struct_fields__ if name != "call")
         print_json({name: getattr(reply, name) for name in fields})
         return
+    console.print(title(reply), soft_wrap=True)
     console.print(status_table(reply))
     for line in remarks(reply):
         console.print(Text(line), soft_wrap=True)
@@ -40,10 +41,14 @@ def status(run_dir: Path | None, as_json: bool) -> None:
         finish(ExitCode.UNHEALTHY)
 
 
+def title(reply: StatusReply) -> Text:
+    style, health = ("green", "healthy") if reply.healthy else ("red", "not healthy")
+    first = Text(f"{reply.model} in {reply.run_dir}: epoch {reply.epoch}, ")
+    return Text("\n").join((first.append(health, style), *map(Text, reply.inexact)))
+
+
 def status_table(reply: StatusReply) -> Table:
-    health = "[green]healthy[/]" if reply.healthy else "[red]not healthy[/]"
-    title = f"{reply.model} in {reply.run_dir}: epoch {reply.epoch}, {health}"
-    table = Table(title="\n".join((title, *reply.inexact)))
+    table = Table()
     for column in ("process", "pid", "state", "restarts", "last beat"):
         table.add_column(column, justify="left" if column in ("process", "state") else "right")
     for process in reply.processes:

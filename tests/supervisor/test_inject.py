@@ -36,10 +36,31 @@ def test_targets_are_names_prefixes_or_one_at_random() -> None:
     assert drawn == {("worker-0",), ("worker-1",), ("worker-10",)}
 
 
-@pytest.mark.parametrize("target", ["", "random:", "nobody", "supervisor", "worker-3"])
+@pytest.mark.parametrize("target", ["", "random:", "nobody", "worker-3"])
 def test_a_target_that_names_nothing_is_refused(target: str) -> None:
     with pytest.raises(ConfigError, match="there are"):
         hit("kill", target)
+
+
+def test_a_signal_for_the_supervisor_is_refused_with_what_to_do_and_all_spares_it() -> None:
+    with pytest.raises(ConfigError, match="pid from phalanx status"):
+        hit("kill", "supervisor")
+    names = [*LIVING, "supervisor"]
+    for kind in ("kill", "stop", "drop"):
+        assert targets(kind, "all", names, random.Random(1)) == tuple(LIVING), kind
+
+
+def test_a_refusal_names_the_option_and_the_limits() -> None:
+    for request, told in (
+        (Inject(1, "slow", "gateway"), "slow needs --ms: how long at a time, 1 to 600000"),
+        (Inject(1, "drop", "gateway", rate=2), "--rate is 2, allowed: above 0, at most 1"),
+        (
+            Inject(1, "list", "nobody"),
+            f"no process is called 'nobody' or begins so; there are: {', '.join(sorted(LIVING))}",
+        ),
+    ):
+        reply, actions = injector().handle(request, LIVING, 0)
+        assert isinstance(reply, Error) and reply.message == told and actions == []
 
 
 def test_clear_lets_go_on_what_was_stopped_and_list_shows_it() -> None:
@@ -211,8 +232,8 @@ def test_a_bit_is_flipped_where_the_expert_is() -> None:
     assert hit_by("all", "3.2") == hit_by("worker-1", "3.2") == ("worker-1",)
     assert hit_by("worker-0", "3.2") == "expert 2 of layer 3 is not at worker-0, it is at worker-1"
     whole = "the model has layers 0 to 3 with experts 0 to 5"
-    assert hit_by("all", "99.99") == f"only is '99.99': {whole}"
-    assert hit_by("all", "4.0") == f"only is '4.0': {whole}"
+    assert hit_by("all", "99.99") == f"--only is '99.99': {whole}"
+    assert hit_by("all", "4.0") == f"--only is '4.0': {whole}"
     assert hit_by("all", "") == ("worker-0", "worker-1", "worker-10")
 
 

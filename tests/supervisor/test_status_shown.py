@@ -36,6 +36,7 @@ def test_each_reason_has_a_line_that_is_not_cut(monkeypatch: pytest.MonkeyPatch)
         "not healthy: gateway is starting",
         "remember",
     ]
+    assert lines[0] == "tiny in /run: epoch 2, not healthy"
     assert code == 4 and "journal" not in "".join(lines[:table])
 
 
