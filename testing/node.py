@@ -83,7 +83,8 @@ class Node:
 
     def pids(self, prefix: str = "") -> dict[str, int]:
         """Process name -> pid of those whose name starts with `prefix`."""
-        return {p.name: p.pid for p in self.look().processes if p.name.startswith(prefix)}
+        found = self.look().processes
+        return {p.name: p.pid for p in found if p.pid and p.name.startswith(prefix)}
 
     def process(self, name: str) -> ProcessStatus | None:
         return next((p for p in self.look().processes if p.name == name), None)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import click
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
@@ -30,7 +31,9 @@ def status(run_dir: Path | None, as_json: bool) -> None:
     """
     reply = ask(find_run_dir(run_dir), StatusQuery(1), StatusReply, 5.0)
     if as_json:
-        fields = (name for name in reply.__struct_fields__ if name != "call")
+        fields = [name for name in reply.__struct_fields__ if name != "call"]
+        # Without a pid it is about to be there; and a `kill` of 0 ends whoever asks for it.
+        reply = msgspec.structs.replace(reply, processes=tuple(p for p in reply.processes if p.pid))
         print_json({name: getattr(reply, name) for name in fields})
         return
     console.print(title(reply), soft_wrap=True)
@@ -53,7 +56,8 @@ def status_table(reply: StatusReply) -> Table:
         table.add_column(column, justify="left" if column in ("process", "state") else "right")
     for process in reply.processes:
         beat = f"{process.last_beat_ms} ms" if process.last_beat_ms >= 0 else ""
-        table.add_row(process.name, str(process.pid), _state(process), str(process.restarts), beat)
+        pid = str(process.pid or "")
+        table.add_row(process.name, pid, _state(process), str(process.restarts), beat)
     return table
 
 

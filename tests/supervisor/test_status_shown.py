@@ -1,5 +1,6 @@
 """`phalanx status` for people: why a node is not healthy stands below the table, whole."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,17 +14,18 @@ REASON = (
 )
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, **fields: object) -> tuple[int, str]:
+def shown(monkeypatch: pytest.MonkeyPatch, *options: str, **fields: object) -> tuple[int, str]:
     told = "; ".join((*fields.get("reasons", ()), fields.get("note", "")))  # type: ignore[misc]
     processes = (
         ProcessStatus("supervisor", 7, "ready", 0, 0, 1, told),
         ProcessStatus("gateway", 8, "starting", 0, 0, 1, "starting"),
+        ProcessStatus("eplb", 0, "starting", 1, -1, 2),
         ProcessStatus("worker-0", 9, "starting", 0, 0, 1, "load weights", 0.5),
     )
     reply = StatusReply(1, not fields.get("reasons"), 2, (), processes, "/run", "tiny", **fields)  # type: ignore[arg-type]
     monkeypatch.setattr(command, "find_run_dir", lambda run_dir: Path("/run"))
     monkeypatch.setattr(command, "ask", lambda *asked: reply)
-    result = CliRunner().invoke(command.status, [])
+    result = CliRunner().invoke(command.status, options)
     return result.exit_code, result.output
 
 
@@ -46,3 +48,12 @@ def test_a_state_is_told_once_and_nothing_follows_the_table_of_a_healthy_node(
     code, output = shown(monkeypatch)
     assert code == 0 and output.splitlines()[-1].startswith("└")
     assert "starting: starting" not in output and "starting: load weights" in output
+
+
+def test_a_program_finds_nobody_with_the_pid_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is about to be forked has none yet, and `kill -9 0` ends the shell that asks for it."""
+    _, output = shown(monkeypatch, "--json")
+    found = {p["name"]: p["pid"] for p in json.loads(output)["processes"]}
+    assert found == {"supervisor": 7, "gateway": 8, "worker-0": 9}
+    table = shown(monkeypatch)[1]
+    assert any(line.split()[1:4] == ["eplb", "│", "│"] for line in table.splitlines()), table
