@@ -8,6 +8,7 @@ from importlib.metadata import version
 import click
 
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
+from phalanx.supervisor.commands.group import Group
 
 # Command -> module of supervisor/commands that defines it. A module is imported when its command runs.
 _COMMANDS = {
@@ -37,7 +38,7 @@ _COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
 

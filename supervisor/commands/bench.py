@@ -16,12 +16,13 @@ from rich.table import Table
 
 from phalanx.protocol.errors import ConfigError, ExitCode, PhalanxError
 from phalanx.supervisor.commands.common import console, finish, json_option, print_json
+from phalanx.supervisor.commands.group import Group
 
 VICTIMS = ("worker", "scheduler", "gateway", "tokenizer", "kvstore", "eplb")
 KERNEL_PARTS = ("experts", "linear", "attention", "indexer", "fused", "sample")
 
 
-@click.group()
+@click.group(cls=Group)
 def bench() -> None:
     """Benchmarks. Compare ratios inside one run: machines differ and are noisy."""
 
@@ -81,8 +82,8 @@ def in_process(name: str, *arguments: str) -> dict[str, Any]:
 
 
 @bench.command()
-@click.option("--model", default="tiny")
-@click.option("--ranks", default=2)
+@click.option("--model", default="tiny", help="Of the node that is started.")
+@click.option("--ranks", default=2, help="Of that node.")
 @json_option
 def start(model: str, ranks: int, as_json: bool) -> None:
     """Seconds from `up` to all ready."""
@@ -107,7 +108,12 @@ def scheduler(peer_python: str | None, as_json: bool) -> None:
 
 
 @bench.command()
-@click.option("--device", type=click.Choice(["null", "cpu"]), default="null")
+@click.option(
+    "--device",
+    type=click.Choice(["null", "cpu"]),
+    default="null",
+    help="null: a worker that computes nothing.",
+)
 @json_option
 def loop(device: str, as_json: bool) -> None:
     """Client, gateway, scheduler and worker without a model: what the control plane alone can do."""
@@ -124,7 +130,11 @@ def model(as_json: bool) -> None:
 @bench.command()
 @click.option("--gib", default=1.0, help="How much to write.")
 @click.option(
-    "--dir", "directory", type=click.Path(path_type=Path, file_okay=False), default="/tmp"
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="/tmp",
+    help="On the disk to measure.",
 )
 @json_option
 def kvstore(gib: float, directory: Path, as_json: bool) -> None:
@@ -133,10 +143,15 @@ def kvstore(gib: float, directory: Path, as_json: bool) -> None:
 
 
 @bench.command()
-@click.option("--streams", type=click.IntRange(1, 64), default=8)
+@click.option("--streams", type=click.IntRange(1, 64), default=8, help="That are measured.")
 @click.option("--seconds", type=click.FloatRange(1, 600), default=10.0, help="Of each part.")
-@click.option("--model", default="random-tiny")
-@click.option("--margin", type=click.FloatRange(1.01, 100), default=1.6)
+@click.option("--model", default="random-tiny", help="Of a node of its own.")
+@click.option(
+    "--margin",
+    type=click.FloatRange(1.01, 100),
+    default=1.6,
+    help="The target over the unloaded median.",
+)
 @json_option
 def latency(streams: int, seconds: float, model: str, margin: float, as_json: bool) -> None:
     """Running streams beside saturating prompts, and a short prompt behind a long one.
@@ -147,10 +162,12 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
 
 
 @bench.command()
-@click.option("--kills", type=click.IntRange(1, 1000), default=10)
-@click.option("--ranks", type=click.IntRange(2, 8), default=3)
-@click.option("--streams", type=click.IntRange(1, 256), default=12)
-@click.option("--model", default="random-tiny")
+@click.option(
+    "--kills", type=click.IntRange(1, 1000), default=10, help="Faults, one after the other."
+)
+@click.option("--ranks", type=click.IntRange(2, 8), default=3, help="Of the node.")
+@click.option("--streams", type=click.IntRange(1, 256), default=12, help="At once.")
+@click.option("--model", default="random-tiny", help="Of a node of its own.")
 @click.option("--seed", default=1, help="Of prompts, moments and victims.")
 @click.option("--blocks", default=0, help="KV blocks of each rank, to see full pools; 0: plenty.")
 @click.option(
@@ -160,7 +177,12 @@ def latency(streams: int, seconds: float, model: str, margin: float, as_json: bo
     help="scheduler.target_itl_ms of the node: no step is longer, so none that a fault ends.",
 )
 @click.option("--victim", default="worker", help=f"Who takes turns: {','.join(VICTIMS)}.")
-@click.option("--how", type=click.Choice(["kill", "stop", "restart"]), default="kill")
+@click.option(
+    "--how",
+    type=click.Choice(["kill", "stop", "restart"]),
+    default="kill",
+    help="What happens to the victim.",
+)
 @click.option("--noise", is_flag=True, help="The control: one rank is one ulp off.")
 @click.option("--outputs", type=click.IntRange(8, 1000), default=160, help="Tokens of each stream.")
 @json_option
@@ -202,7 +224,9 @@ def recovery(
 
 
 @bench.command()
-@click.option("--streams", type=click.IntRange(1, 10_000), default=500)
+@click.option(
+    "--streams", type=click.IntRange(1, 10_000), default=500, help="At once, in the second part."
+)
 @json_option
 def http(streams: int, as_json: bool) -> None:
     """What HTTP adds to the time to first token, and many streams at once, without a model."""

@@ -13,7 +13,12 @@ from phalanx.supervisor.commands.node import private_node
 
 
 @click.command()
-@click.option("--minutes", type=click.FloatRange(0.05, 100_000), default=5.0)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0.05, 100_000),
+    default=5.0,
+    help="Of faults; fault-free runs come before.",
+)
 @click.option("--seed", default=1, help="Of requests and faults: the same ones again.")
 @click.option("--streams", type=click.IntRange(1, 256), default=12, help="Clients at once.")
 @click.option("--model", default="random-tiny", help="Of a node of its own.")

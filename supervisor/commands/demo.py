@@ -19,9 +19,9 @@ PROMPTS = (
 
 
 @click.command()
-@click.option("--model", default="tiny")
-@click.option("--ranks", default=2)
-@click.option("--max-tokens", default=48)
+@click.option("--model", default="tiny", help="tiny, random-tiny or a checkpoint directory.")
+@click.option("--ranks", default=2, help="Workers; the experts are spread over them.")
+@click.option("--max-tokens", default=48, help="Of each stream.")
 def demo(model: str, ranks: int, max_tokens: int) -> None:
     """Start a node, stream from several prompts at once, print tokens per second, stop it."""
     console.print(f"starting {ranks} ranks of {model}")

@@ -37,6 +37,7 @@ from phalanx.supervisor.commands.common import (
     print_json,
     run_dir_option,
 )
+from phalanx.supervisor.commands.group import Group
 
 R = TypeVar("R")
 _ANSWER_S = 5.0
@@ -135,7 +136,7 @@ def requests(request_id: str, run_dir: Path | None, as_json: bool) -> None:
 @click.argument("process", required=False)
 @click.option("--level", type=click.Choice(_LEVELS), default="debug", help="Least level shown.")
 @click.option("--tail", type=int, default=200, help="Lines of each process; 0: all.")
-@click.option("--follow", "-f", is_flag=True)
+@click.option("--follow", "-f", is_flag=True, help="Go on with what is written, until Ctrl-C.")
 @run_dir_option
 @json_option
 def logs(
@@ -146,9 +147,9 @@ def logs(
     files = sorted(folder.glob(f"{process or '*'}.log"))
     if not files:
         have = ", ".join(sorted(file.stem for file in folder.glob("*.log")))
-        raise click.UsageError(
-            f"no log of {process or 'any process'} in {folder}; there are: {have}"
-        )
+        if not have:  # logs outlive a node, so there never was one
+            raise NoNode(folder.parent)
+        raise click.UsageError(f"no log of {process!r} in {folder}; there are: {have}")
     least = _LEVELS.index(level)
     lines = [line for file in files for line in _last_lines(file, tail)]
     for line in sorted(lines, key=lambda event: str(event.get("timestamp", ""))):
@@ -198,7 +199,7 @@ def _show(event: dict[str, Any], least: int, as_json: bool) -> None:
         print(event["exception"])
 
 
-@click.group()
+@click.group(cls=Group)
 def kv() -> None:
     """The KV store."""
 
@@ -224,7 +225,7 @@ def clear(run_dir: Path | None, as_json: bool) -> None:
         console.print(f"{reply.records} records forgotten")
 
 
-@click.group()
+@click.group(cls=Group)
 def eplb() -> None:
     """Expert placement."""
 

@@ -54,9 +54,17 @@ _END_S = 60.0  # what a supervisor takes at most to end once its node has
 @click.command()
 @click.option("--model", default=None, help="tiny, random-tiny or a checkpoint directory.")
 @click.option("--ranks", type=int, default=None, help="Workers; the experts are spread over them.")
-@click.option("--device", type=click.Choice(["cpu", "cuda", "null"]), default=None)
 @click.option(
-    "--config", "config_file", type=click.Path(path_type=Path, exists=True, dir_okay=False)
+    "--device",
+    type=click.Choice(["cpu", "cuda", "null"]),
+    default=None,
+    help="Where workers compute; null: nowhere, tokens are a hash. Else what there is.",
+)
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="JSON with keys of docs/configuration.md; the options here win over it.",
 )
 @click.option(
     "--http", "http_at", default=None, help="Serve HTTP at [HOST:]PORT; port 0: a free one."

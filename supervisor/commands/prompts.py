@@ -30,15 +30,25 @@ def sampling_options(function: F) -> F:
             help="With --json: of each prompt token and of so many likeliest. Goes with --max-tokens 0, too.",
         ),
         click.option("--n", type=int, default=None, help="Sequences of each prompt."),
-        click.option("--ignore-eos", is_flag=True, default=None),
+        click.option(
+            "--ignore-eos",
+            is_flag=True,
+            default=None,
+            help="Go on to --max-tokens, past the end of text.",
+        ),
         click.option(
             "--stop", multiple=True, help="End before this text; may be given several times."
         ),
         click.option("--seed", type=int, default=None, help="Drawn and reported when absent."),
-        click.option("--top-k", type=int, default=None),
-        click.option("--top-p", type=float, default=None),
+        click.option("--top-k", type=int, default=None, help="Draw from so many likeliest tokens."),
+        click.option(
+            "--top-p",
+            type=float,
+            default=None,
+            help="Draw from the likeliest tokens that have this share together.",
+        ),
         click.option("--temperature", type=float, default=None, help="0 is greedy."),
-        click.option("--max-tokens", type=int, default=None),
+        click.option("--max-tokens", type=int, default=None, help="Of each sequence."),
     ):
         function = option(function)
     return function
