@@ -19,7 +19,7 @@ def tokens(rows: list[dict[str, Any]]) -> Rows:
     }
 
 
-def others(count: int) -> list[dict[str, Any]]:
+def others(count: int, tokens_max: int = 80) -> list[dict[str, Any]]:
     """Requests of mixed lengths and sampling; ids that any tokenizer has."""
     rng = random.Random(5)
     return [
@@ -27,7 +27,7 @@ def others(count: int) -> list[dict[str, Any]]:
             "prompt_token_ids": [
                 rng.randrange(10, 200) for _ in range(rng.choice([1, 9, 130, 300]))
             ],
-            "max_tokens": rng.choice([8, 40, 80]),
+            "max_tokens": min(rng.choice([8, 40, 80]), tokens_max),
             "temperature": rng.choice([0, 0.7, 1.0]),
             "top_p": rng.choice([0.9, 1.0]),
             "seed": i,
