@@ -31,7 +31,7 @@ def three(start_node: Callable[..., Node]) -> Node:
 
 @pytest.fixture(scope="module")
 def requests() -> list[dict[str, Any]]:
-    return others(6) + [{**others(1)[0], "n": 2, "stop": ["zq"], "frequency_penalty": 0.5}]
+    return others(6, 32) + [{**others(1, 32)[0], "n": 2, "stop": ["zq"], "frequency_penalty": 0.5}]
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def fault_free(three: Node, requests: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize(
     "victim",
     [
-        *("worker-1", "gateway"),
-        *(
+        "worker-1",
+        *(  # `test_http.py` kills a gateway, `test_failpoints.py` any of them
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("worker-0", "scheduler-2", "tokenizer-0", "kvstore", "eplb")
+            for name in ("worker-0", "gateway", "scheduler-2", "tokenizer-0", "kvstore", "eplb")
         ),
     ],
 )
@@ -159,7 +159,7 @@ def test_queues_are_readable_while_a_scheduler_is_stopped(three: Node) -> None:
 def test_a_killed_supervisor_takes_everything_with_it_and_up_works_again(
     start_node: Callable[..., Node],
 ) -> None:
-    node = start_node(2, "--http", 0)
+    node = start_node(2, "--device", "null", "--http", 0)
     (before,) = node.generate([{"prompt": "Hello", "seed": 3, "max_tokens": 6}])
     supervisor = node.pids()["supervisor"]
     wait_for(lambda: "standby ready" in said(node, "worker-next"), 60, "a successor")
@@ -175,7 +175,7 @@ def test_a_killed_supervisor_takes_everything_with_it_and_up_works_again(
     assert down["stopped"] and "supervisor (died)" in down["left"] and len(down["left"]) > 5
     assert {arena.kind_of(name) for name in node.names()} <= {arena.TOKENS}
     node("down", code=ExitCode.NO_NODE)
-    node.start(2, "--http", http["port"])
+    node.start(2, "--device", "null", "--http", http["port"])
     (after,) = node.generate([{"prompt": "Hello", "seed": 3, "max_tokens": 6}])
     assert after["token_ids"] == before["token_ids"]
     assert node.stop() == {"stopped": True, "left": []}
