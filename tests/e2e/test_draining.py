@@ -91,7 +91,8 @@ def check(readers: Readers, quiet: list[Result]) -> None:
 def quiet(start_node: Callable[..., Node]) -> list[Result]:
     node = start_node(2, "--device", "null")
     with Client(node.run_dir) as client:
-        return [client.generate(spec).results()[0] for spec in SPECS]
+        streams = [client.generate(spec) for spec in SPECS]
+        return [stream.results()[0] for stream in streams]
 
 
 @pytest.mark.parametrize(
