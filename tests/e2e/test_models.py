@@ -34,7 +34,8 @@ def refusal(model: Path) -> str:
     """What `phalanx up` says; it must end with 2, print no document and leave nothing behind."""
     with tempfile.TemporaryDirectory(prefix="phe2e") as name:
         run_dir = Path(name)
-        command = [*PHALANX, "up", "--model", str(model), "--detach", "--json", "--run-dir", name]
+        command = [*PHALANX, "up", "--ranks", "1", "--model", str(model)]
+        command += ["--detach", "--json", "--run-dir", name]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert list(Path("/dev/shm").glob(f"ph-{run_dir.name}-*")) == []
