@@ -123,8 +123,9 @@ def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
 ) -> None:
     """New requests are refused at once; running ones have until the limit; then each gets one final."""
     (tmp_path / "config.json").write_text(f'{{"drain_s": {4 if how == "down" else 1}}}')
-    options = ("--config", tmp_path / "config.json")
+    options = (*NULL, "--inject", "--config", tmp_path / "config.json")
     node = start_node(1, *options)
+    node.inject("slow", "worker", ms=20)  # the long ones outlast any limit here
     pid = node.pids("supervisor")["supervisor"]
     with Client(node.run_dir) as client:
         short = client.generate([50] * 4, max_tokens=4, seed=1, ignore_eos=True)
