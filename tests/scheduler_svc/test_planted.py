@@ -552,12 +552,17 @@ PLANTED_STORED: list[tuple[Planter, int]] = [
 
 # Where rare ones were found when last looked for: it spares every run the search.
 FIRST: dict[Planter, int] = {
-    abort_in_prefill_leaks: 10,
+    abort_in_prefill_leaks: 14,
     late_submit_revives: 25,
     old_attempt_stays: 25,
-    final_said_once: 9,
-    lost_fork_goes_on: 12,
-    restored_into_wrong_blocks: 20,
+    final_said_once: 10,
+    preempts_under_a_step: 7,
+    lost_worker_keeps_sequences: 7,
+    lost_fork_goes_on: 24,
+    gives_back_without_a_word: 8,
+    restored_into_wrong_blocks: 24,
+    failed_load_counts: 6,
+    abandoned_restore_counts: 4,
 }
 
 
