@@ -16,7 +16,7 @@ from phalanx.worker_svc.model.moe import LocalExperts
 from phalanx.worker_svc.model.truncation import Truncation, TruncationMode
 
 ALL = pytest.mark.parametrize("shape", SHAPES)
-PROMPT, LENGTH = 141, 171
+PROMPT, LENGTH = 141, 155
 
 
 class TruncatedWorld(World):
