@@ -4,28 +4,22 @@ A change looks at the truth after every event and does the next thing; it keeps 
 could overtake. It always ends: with its goal reached, or by its deadline with the node as it was.
 """
 
-import signal
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from phalanx.protocol.errors import Code
+from phalanx.protocol.errors import Code, ExitCode
 from phalanx.protocol.limits import (
     BACK_MS,
     CHANGE_S_MAX,
-    COMMAND_RETRY_MS,
-    HAND_OVER_MS,
-    HTTP_DRAIN_MS,
     KILL_GRACE_MS,
     MAX_SEATS,
+    NEWCOMER_STARTS,
     STANDBY_MS,
-    TERM_GRACE_MS,
 )
 from phalanx.protocol.messages import (
-    Drain,
     Error,
-    HandOver,
     PhaseTime,
     Restart,
     Restarted,
@@ -35,15 +29,14 @@ from phalanx.protocol.messages import (
 from phalanx.supervisor.events import (
     Action,
     ChangeAsked,
-    Kill,
     RenewStandbys,
     Reply,
     Resized,
-    Send,
     Sweep,
     Tell,
 )
 from phalanx.supervisor.group import GroupPhase
+from phalanx.supervisor.hands import Hands
 from phalanx.supervisor.process import Process, Stage
 from phalanx.supervisor.restart import RestartPolicy
 
@@ -56,17 +49,13 @@ _ANSWERS_MAX = 16
 _AGAIN_MS = 60_000
 # Services first, since nobody notices; the gateway last, since its clients have to find the next one.
 _RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
-# What one that serves is asked to do before it ends, and within which time; all others get SIGTERM.
-_LAST_WORDS: dict[str, tuple[type[HandOver | Drain], int]] = {
-    "gateway": (HandOver, HAND_OVER_MS),
-    "http": (Drain, HTTP_DRAIN_MS),
-}
 
 
 @dataclass(slots=True)
 class Scaling:
     """From one number of ranks to another. Newcomers join together, in one change of the group, when all
-    are ready: until then nothing that runs has noticed them."""
+    are ready: until then nothing that runs has noticed them. One that falls meanwhile is started again, and joins
+    later."""
 
     asked: ChangeAsked
     text: str
@@ -75,7 +64,6 @@ class Scaling:
     before: int
     coming: frozenset[int]
     going: frozenset[int]
-    joining: bool = False
     back: Error | None = None  # it failed: `going` are those that were coming
 
 
@@ -98,7 +86,7 @@ class Changes:
     """The change under way, if any. Calls into the core, which calls `ask`, `step` and `drop`."""
 
     def __init__(self, core: "SupervisorCore") -> None:
-        self._core = core
+        self._core, self._hands = core, Hands(core)
         self.now: Scaling | Restarting | None = None
         # Of the changes that ended last: an answer may be lost, and who asks again does so within seconds.
         self._answers: deque[tuple[int, ChangeAsked, Reply]] = deque(maxlen=_ANSWERS_MAX)
@@ -160,7 +148,7 @@ class Changes:
         text = f"the node stopped during the change ({change.text})"
         actions: list[Action] = [_refusal(change.asked, Code.SHUTDOWN, text)]
         if isinstance(change, Restarting):  # the drain needs it; newcomers it does not
-            actions += self._let_go(self._core.processes[change.names[0]], now_ns)
+            actions += self._hands.let_go(self._core.processes[change.names[0]], now_ns)
         return actions
 
     def _end(self, reply: Scaled | Restarted | Error, now_ns: int) -> list[Action]:
@@ -174,60 +162,6 @@ class Changes:
         outcome = f"failed: {reply.message}" if isinstance(reply, Error) else "done"
         self._core.history.asked_ended(outcome, phases, now_ns)
         return [Tell("change failed" if failed else "changed", text=told), answer]
-
-    # ------------------------------------------------------------ one process
-
-    def _hold(self, names: Iterable[str]) -> None:
-        for name in names:
-            process = self._core.processes[name]
-            process.in_hand = True
-            if process.stage is Stage.WAITING:  # it shall not be started again
-                process.stage = Stage.DOWN
-
-    def _let_go(self, process: Process, now_ns: int) -> list[Action]:
-        """From here on its deaths are handled, and count, as usual."""
-        process.in_hand = False
-        if process.alive and process.kill_ns and process.spec.kind == "http":
-            process.kill_ns = 0  # it drains by its own clock, and then has a successor
-        if process.alive and process.kill_ns:  # told to end: there is no way back
-            return self._overdue(process, min(process.kill_ns, now_ns), now_ns)
-        if process.stage is Stage.DOWN and not process.leaving:
-            process.start_anew(now_ns)
-        if process.spec.kind == "worker" and process.alive:
-            ready = process.fingerprint if process.stage is Stage.READY else None
-            return self._core.group.stay(process.spec.seat, ready, now_ns)
-        return []
-
-    def _finish_off(self, process: Process, now_ns: int) -> list[Action]:
-        """SIGTERM (the gateway is asked to hand over, HTTP to drain), then SIGKILL when its time is over."""
-        name, incarnation = process.spec.name, process.incarnation
-        if not process.alive:
-            process.kill_ns = process.kill_ns or now_ns
-            return []
-        if not process.kill_ns:
-            asked = _LAST_WORDS.get(process.spec.kind) if process.stage is Stage.READY else None
-            process.ends_ns = now_ns + (asked[1] * _MS if asked else 0)
-            process.kill_ns = process.ends_ns + TERM_GRACE_MS * _MS
-            if not asked:
-                return [Kill(name, incarnation, signal.SIGTERM)]
-            return self._last_words(process, now_ns)
-        if process.say_again_ns <= now_ns < process.ends_ns:
-            return self._last_words(process, now_ns)
-        if now_ns < process.kill_ns:
-            return []
-        told_ns, process.kill_ns = process.kill_ns, now_ns
-        return self._overdue(process, told_ns, now_ns)
-
-    def _last_words(self, process: Process, now_ns: int) -> list[Action]:
-        """What it has to do, and in which time. Said again every so often: a word may be lost."""
-        process.say_again_ns = now_ns + COMMAND_RETRY_MS * _MS
-        word, _ = _LAST_WORDS[process.spec.kind]
-        left_ms = (process.ends_ns - now_ns) // _MS
-        return [Send(process.spec.name, process.incarnation, word(left_ms))]
-
-    def _overdue(self, process: Process, told_ns: int, now_ns: int) -> list[Action]:
-        why = "did not end when told to"
-        return self._core.lives.lose(process, why, "asked", told_ns, now_ns)
 
     # ------------------------------------------------------------ scale
 
@@ -252,7 +186,7 @@ class Changes:
         actions: list[Action] = [Resized(ranks)] if coming else []  # newcomers read it
         for seat in sorted(coming):
             self._seat_newcomer(seat, now_ns)
-        self._hold(self._names(going))
+        self._hands.hold(self._names(going))
         return actions + (core.group.leave(going, text, now_ns) if going else [])
 
     def _seats_coming(self, count: int) -> frozenset[int]:
@@ -298,8 +232,7 @@ class Changes:
         newcomers = [core.processes[name] for name in self._names(change.coming)]
         for process in newcomers:
             if process.stage is Stage.DOWN:
-                text = f"{process.spec.name} could not be started: {process.ended}"
-                return self._go_back(change, Code.INTERNAL, text, now_ns)
+                return self._newcomer_fell(change, process, now_ns)
         if now_ns >= change.deadline_ns:
             late = [p for p in newcomers if p.stage is not Stage.READY]
             missing = ", ".join(f"{p.spec.name} ({p.detail or 'starting'})" for p in late)
@@ -307,11 +240,10 @@ class Changes:
             return self._go_back(change, Code.TIME_LIMIT, text, now_ns)
         if any(process.stage is not Stage.READY for process in newcomers):
             return []
-        if not change.joining:
-            change.joining = True
+        if new := [seat for seat in sorted(change.coming) if group.seats[seat].state == "loading"]:
             core.history.asked_goes_on("join", now_ns)
             actions: list[Action] = []
-            for seat in sorted(change.coming):
+            for seat in new:
                 actions += group.ready(seat, core.workers[seat].fingerprint, now_ns)
             return actions
         if group.phase is not GroupPhase.RUNNING or not group.members.keys() >= change.coming:
@@ -320,12 +252,24 @@ class Changes:
             process.in_hand = False
         return self._end(self._scaled(change, now_ns), now_ns)
 
+    def _newcomer_fell(self, change: Scaling, process: Process, now_ns: int) -> list[Action]:
+        """It is started again, unless it said that this is of no use, or has fallen too often."""
+        delay_ns, deaths = process.policy.delay_ns(now_ns), len(process.policy.deaths_ns)
+        of_no_use = process.leaving or process.code in (ExitCode.BAD_INPUT, ExitCode.NO_ROOM)
+        if delay_ns is None or of_no_use or deaths >= NEWCOMER_STARTS:
+            times = "" if of_no_use else f" (tried {deaths} times)"
+            text = f"{process.spec.name} could not be started: {process.ended}{times}"
+            return self._go_back(change, Code.INTERNAL, text, now_ns)
+        process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
+        return self._core.lives.spawn_due(now_ns)
+
     def _go_back(self, change: Scaling, code: Code, why: str, now_ns: int) -> list[Action]:
         request = change.asked.request
         text = f"{why}; the node has {change.before} ranks as before"
         change.back = Error(request.call, code, text)
         change.going, change.coming = change.coming, frozenset()
         change.deadline_ns = now_ns + BACK_MS * _MS
+        self._hands.hold(self._names(change.going))
         self._core.placements.resize(change.before)
         self._core.history.asked_goes_on("go back", now_ns)
         cause = f"{change.text} failed"
@@ -350,7 +294,7 @@ class Changes:
                 actions += core.lives.lose(process, why, "asked", since_ns, now_ns)
         core.history.asked_goes_on("go back" if change.back else "end", now_ns)
         for process in leavers:
-            actions += self._finish_off(process, now_ns)
+            actions += self._hands.finish_off(process, now_ns)
         there = [process for process in leavers if process.exists]
         # One that not even SIGKILL ends is left to the kernel: its seat is not used again.
         stuck = all(now_ns >= p.kill_ns + KILL_GRACE_MS * _MS for p in there if p.kill_ns)
@@ -363,7 +307,7 @@ class Changes:
         self._core.placements.resize(change.before)
         actions: list[Action] = []
         for process in leavers:
-            actions += self._let_go(process, now_ns)
+            actions += self._hands.let_go(process, now_ns)
         text = f"the group did not change in time; the node has {change.before} ranks as before"
         return actions + self._end(Error(change.asked.request.call, Code.TIME_LIMIT, text), now_ns)
 
@@ -441,7 +385,7 @@ class Changes:
             return core.lives.spawn(process, now_ns)
         if process.spec.kind == "worker" and process.spec.seat in core.group.members:
             return []
-        return self._finish_off(process, now_ns)
+        return self._hands.finish_off(process, now_ns)
 
     def _begin(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
         """Only a node that is whole but for it loses a process; and one that is down anyway is started at once."""
@@ -466,9 +410,13 @@ class Changes:
         return now_ns - change.turn_ns < STANDBY_MS * _MS
 
     def _await_whole(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
-        name = process.spec.name
-        if process.incarnation > change.incarnation + 1 or not process.exists:
-            text = f"the new {name} died: {process.ended}"
+        """One that falls is started again under the usual rules, as long as that may be of use."""
+        name, roomless = process.spec.name, process.policy.roomless
+        fallen = process.incarnation - change.incarnation - process.exists
+        of_no_use = process.stage is Stage.DOWN or (process.stage is Stage.WAITING and roomless)
+        if of_no_use or fallen >= NEWCOMER_STARTS:
+            times = f" {fallen} times, the last time" if fallen > 1 else ""
+            text = f"the new {name} died{times}: {process.ended}"
             return self._give_up(change, process, Code.INTERNAL, text, now_ns)
         if process.stage is not Stage.READY or self._core.missing():
             return []
@@ -487,7 +435,7 @@ class Changes:
         text = f"{why}; not replaced: {', '.join(change.names)}"
         if change.done:
             text += f"; replaced: {', '.join(phase.process for phase in change.done)}"
-        actions = self._let_go(process, now_ns)
+        actions = self._hands.let_go(process, now_ns)
         return actions + self._end(Error(change.asked.request.call, code, text), now_ns)
 
 

@@ -190,7 +190,7 @@ class Lives:
         if process.detail != "died":
             why = f"{process.detail} ({why})"
         process.stage, process.detail, process.pid = Stage.DOWN, why, 0
-        process.ended = why
+        process.code, process.ended = event.code, why
         actions += [Sweep(), Tell("ended", name, why)]
         if not self._core.supervising or process.leaving or self._core.failed:
             if self._core.supervising and process.leaving:

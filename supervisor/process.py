@@ -53,7 +53,8 @@ class Process:
     awaited_ns: int = 0
     fraction: float = -1.0  # done of the phase of its start; -1: unknown
     detail: str = ""  # what it does, or why it is not there
-    ended: str = ""  # why its last incarnation ended, for people
+    code: int = 0  # with which its last incarnation ended; minus the signal
+    ended: str = ""  # the same, and why, for people
     silent: str = ""  # it seems to hang, for people; empty: it does not
     lacks: str = ""  # what its last incarnation could not start without, for people
     trouble: tuple[str, int] = (

@@ -10,6 +10,7 @@ from phalanx.protocol.limits import (
     COMMAND_RETRY_MS,
     HAND_OVER_MS,
     HTTP_DRAIN_MS,
+    NEWCOMER_STARTS,
     STANDBY_MS,
     TERM_GRACE_MS,
 )
@@ -119,10 +120,14 @@ def test_a_rank_that_is_not_well_goes_first() -> None:
     assert story.core.group.epoch == 4, "nobody in the group had to notice"
 
 
-@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.INTERNAL, -9])
+@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.NO_ROOM, ExitCode.INTERNAL, -9])
 def test_a_newcomer_that_cannot_start_leaves_the_old_size(code: int) -> None:
     story = ask(scaled_down(), Scale(8, 3, 60.0)).wait(100).ready("scheduler-1", "worker-1")
     assert story.take(Resized) == [Resized(3)]
+    if code not in (ExitCode.BAD_INPUT, ExitCode.NO_ROOM):  # then it may start the next time
+        for _ in range(NEWCOMER_STARTS - 1):
+            story.dies("worker-2", code).wait(200)
+            assert story.core.changes.told and not story.core.reasons()
     story.dies("worker-2", code)
     story.wait(100)
     ends(story, "worker-1", "scheduler-1", "scheduler-2")
@@ -134,6 +139,32 @@ def test_a_newcomer_that_cannot_start_leaves_the_old_size(code: int) -> None:
     assert not story.core.reasons() and story.core.group.epoch == 4 and not story.core.failed
     ask(story, Scale(9, 2, 60.0)).wait(100)
     assert story.take(Spawn), "the next one is not refused"
+
+
+def test_a_newcomer_that_falls_is_started_again_and_the_node_gets_its_size() -> None:
+    """While it loads, and once more when it has joined: the others do not wait for it."""
+    story = ask(scaled_down(), Scale(8, 3, 60.0)).wait(100).ready("scheduler-1", "scheduler-2")
+    story.dies("worker-2").ready("worker-1", "worker-2").acks(stop=5, seats=(0,))
+    story.dies("worker-2").acks(stop=7, seats=(0, 1)).acks(go=8, seats=(0, 1)).wait(200)
+    assert story.core.group.members.keys() == {0, 1} and story.core.changes.told
+    story.dies("scheduler-1").ready("scheduler-1", "worker-2").acks(stop=9).acks(go=10)
+    done = answer(story)
+    assert isinstance(done, Scaled) and done.seats == (0, 1, 2)
+    assert not story.core.reasons()
+    incarnations = {name: p.incarnation for name, p in story.core.processes.items()}
+    assert (incarnations["worker-2"], incarnations["worker-1"]) == (4, 2)
+
+
+def test_a_newcomer_that_waits_for_its_next_start_is_not_started_once_the_time_is_up() -> None:
+    story = ask(scaled_down(), Scale(8, 2, 0.25)).wait(200).ready("scheduler-1")
+    story.dies("worker-1").dies("worker-1")
+    assert story.core.processes["worker-1"].stage is Stage.WAITING
+    story.now_ns += 60 * MS
+    story.actions += story.core.tick(story.now_ns)
+    ends(story, "scheduler-1").wait(500)
+    failed = answer(story)
+    assert isinstance(failed, Error) and failed.code is Code.TIME_LIMIT
+    assert Spawn("worker-1", 4) not in story.actions and not story.core.reasons()
 
 
 def test_a_newcomer_that_hangs_is_given_up_in_time() -> None:
@@ -351,11 +382,36 @@ def test_all_is_one_after_the_other_each_when_the_node_is_whole() -> None:
 
 def test_a_replacement_that_dies_ends_the_restart_with_its_reason() -> None:
     story = ask(running(), Restart(7, ("scheduler",), 60.0))
-    ends(story, "scheduler-0").dies("scheduler-0", ExitCode.INTERNAL)
+    ends(story, "scheduler-0")
+    for _ in range(NEWCOMER_STARTS):
+        assert story.core.changes.told
+        story.dies("scheduler-0", ExitCode.INTERNAL).wait(100)
     failed = answer(story)
-    assert isinstance(failed, Error) and "the new scheduler-0 died: exit code 70" in failed.message
+    assert isinstance(failed, Error)
+    assert "the new scheduler-0 died 3 times, the last time: exit code 70" in failed.message
     assert "not replaced: scheduler-0, scheduler-1, scheduler-2" in failed.message
-    story.ready("scheduler-0")
+    story.wait(200).ready("scheduler-0")
+    assert not story.core.reasons()
+
+
+def test_a_replacement_that_is_killed_while_it_starts_has_a_successor() -> None:
+    story = ask(running(), Restart(7, ("worker-1", "gateway"), 60.0)).acks(stop=3)
+    ends(story.acks(go=4, seats=(0, 2)), "worker-1").dies("worker-1").dies("worker-1").wait(200)
+    story.ready("worker-1").acks(stop=5).acks(go=6)
+    ends(story, "gateway").dies("gateway").ready("gateway")
+    done = answer(story)
+    assert isinstance(done, Restarted)
+    assert [phase.process for phase in done.restarted] == ["worker-1", "gateway"]
+
+
+def test_a_replacement_without_room_ends_the_restart_at_once() -> None:
+    """It is tried for ever all the same."""
+    story = ask(running(), Restart(7, ("scheduler-0",), 60.0))
+    ends(story, "scheduler-0").dies("scheduler-0", ExitCode.NO_ROOM)
+    failed = answer(story)
+    assert isinstance(failed, Error) and "NO_ROOM" in failed.message
+    assert story.core.processes["scheduler-0"].stage is Stage.WAITING
+    ask(story.wait(8_000), Restart(8, ("scheduler-0",), 60.0)).ready("scheduler-0")
     assert not story.core.reasons()
 
 

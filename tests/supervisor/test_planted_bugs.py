@@ -233,7 +233,7 @@ def a_gateway_that_dies_while_it_drains_is_let_go(patch: pytest.MonkeyPatch) -> 
     patch.setattr(Ending, "has_drained", lambda self, process, code: process.drains)
 
 
-@planted(seeds=20)
+@planted(seeds=60)
 def a_drain_knows_no_limit(patch: pytest.MonkeyPatch) -> None:
     right = Ending.shut_down
 
