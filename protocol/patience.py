@@ -26,13 +26,14 @@ class Patience:
     _waited_ns: int = UNKNOWN
     _first_ns: int = 0  # when it was inspected first
     _last_ns: int = 0
-    _stopped_ns: int = 0  # when it was first seen in the state T that it is in
+    _stopped_ns: int = 0  # when it was last seen before the state T that it is in
     _slept_ns: int = 0  # between looks that began in state D
     _asleep_ns: int = 0  # of the sleep in state D that it is in
 
     def inspected(self, state: str, waited_ns: int, asleep_ns: int, now_ns: int) -> None:
         if state == "T" and self.state != "T":
-            self._stopped_ns = now_ns
+            # Not long ago: it is looked at again and again from the first third of this limit on.
+            self._stopped_ns = max(self.since_ns, self._last_ns, now_ns - HANG_MS * _MS // 3)
         if self._waited_first_ns == UNKNOWN:
             self._waited_first_ns, self._first_ns = waited_ns, now_ns
         elif self.state == "D":

@@ -4,7 +4,14 @@ import math
 
 import pytest
 
-from phalanx.protocol.limits import BEAT_PERIOD_MS, HANG_MS, STALL_TOLD_MS, SUSPECT_MS, TOLD_MS
+from phalanx.protocol.limits import (
+    BEAT_PERIOD_MS,
+    HANG_MS,
+    STALL_TOLD_MS,
+    START_DEADLINE_MS,
+    SUSPECT_MS,
+    TOLD_MS,
+)
 from phalanx.protocol.patience import Patience
 
 MS = 1_000_000
@@ -33,6 +40,19 @@ def test_one_that_sleeps_for_good_is_one_within_a_second(looks_at_ms: int) -> No
             life.inspected("S", 0, 0, now_ms * MS)
         found |= life.exhausted(now_ms * MS, SUSPECT_MS, TOLD_MS, STALL_TOLD_MS)
     assert found
+
+
+@pytest.mark.parametrize("stops_ms", [50, 440, 700, 5_010, 60_090])
+def test_one_that_loads_and_is_stopped_is_dead_as_soon_as_any_other(stops_ms: int) -> None:
+    """However long it had been silent before, as one that imports may be."""
+    life = Patience(0)
+    for now_ms in range(0, 120_000, 100):
+        if life.exhausted(now_ms * MS, START_DEADLINE_MS, START_DEADLINE_MS):
+            break
+        if life.silent_ms(now_ms * MS) > HANG_MS / 3:
+            life.inspected("T" if now_ms >= stops_ms else "S", 0, 0, now_ms * MS)
+    unseen_ms = min(stops_ms, HANG_MS / 3)  # the time before the stop in which nobody looked
+    assert HANG_MS - max(unseen_ms, 100) <= now_ms - stops_ms <= HANG_MS + 100
 
 
 def test_its_own_time_is_never_more_than_its_silence() -> None:
