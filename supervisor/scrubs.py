@@ -21,6 +21,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.supervisor.events import Doubt
 
+RANK_FINDINGS_MAX = 256  # that are remembered
 Workers = Mapping[int, int]  # seat -> incarnation
 
 
@@ -32,7 +33,7 @@ class Scrubs:
     def hear(self, report: ScrubReport | ExpertReport) -> list[Doubt]:
         """Whose slots are to be looked at, now that somebody computed otherwise."""
         if isinstance(report, ScrubReport):
-            self._ranks = report.scrubbed
+            self._ranks = self._with_earlier(report.scrubbed)
             return []
         findings = tuple(filter(_makes_sense, report.scrubbed.findings))
         report = structs.replace(
@@ -43,6 +44,14 @@ class Scrubs:
         known = before.scrubbed.findings if before is not None else ()
         fresh = [f for f in report.scrubbed.findings if len(f.seats) == 2 and f not in known]
         return [Doubt(finding.seats[1], finding.layer, finding.expert) for finding in fresh]
+
+    def _with_earlier(self, scrubbed: Scrubbed) -> Scrubbed:
+        """What an earlier gateway has found is true of those workers as long as they run: its successor begins
+        without it. Of the same ranks, the newest is enough."""
+        told = {(finding.seats, finding.against) for finding in scrubbed.findings}
+        earlier = (f for f in self._ranks.findings if (f.seats, f.against) not in told)
+        found = (*earlier, *scrubbed.findings)[-RANK_FINDINGS_MAX:]
+        return structs.replace(scrubbed, findings=found)
 
     def of_ranks(self, workers: Workers) -> Scrubbed:
         found = tuple(f for f in self._ranks.findings if _alive(f, workers))

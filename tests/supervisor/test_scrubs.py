@@ -110,3 +110,17 @@ def test_what_makes_no_sense_is_neither_told_nor_put_on_the_board(finding: Exper
         Doubt(2, 3, 5)
     ]
     assert len(scrubs.told(WORKERS)) == 1 and scrubs.of_experts(WORKERS).slots == 10
+
+
+def test_what_a_gateway_has_found_outlives_it() -> None:
+    """Its successor tells of nothing, or of others; the worker's end is the end of it."""
+    scrubs = Scrubs()
+    first, second = Finding((1,), (1,), (0, 2), "a" * 32, 3), Finding((2,), (1,), (0, 3), "b" * 32, 5)
+    scrubs.hear(ScrubReport(Scrubbed(9, 1, (first,))))
+    for found in ((), (second,)):
+        scrubs.hear(ScrubReport(Scrubbed(1, len(found), found)))
+        assert scrubs.of_ranks(WORKERS) == Scrubbed(1, len(found), (first, *found))
+    again = Finding((1,), (1,), (0, 2), "c" * 32, 7)
+    scrubs.hear(ScrubReport(Scrubbed(2, 2, (second, again))))
+    assert scrubs.of_ranks(WORKERS).findings == (second, again)
+    assert scrubs.of_ranks({**WORKERS, 1: 2}).findings == (second,)
