@@ -8,6 +8,7 @@ A peer whose identity has a `#` in it seals its frames: the last four bytes are 
 flipped bits change no token. Our own programs all do this; a client need not.
 """
 
+import contextlib
 import os
 import threading
 import time
@@ -18,8 +19,9 @@ from zlib import crc32
 
 import zmq
 
-from phalanx.protocol import faults
+from phalanx.protocol import crowd, faults
 from phalanx.protocol.limits import SOCKET_HWM
+from phalanx.protocol.rundir import BUS_SOCKET
 
 SEAL_BYTES = 4
 F = TypeVar("F")
@@ -29,6 +31,7 @@ _lock = threading.Lock()
 _made: "zmq.Context[zmq.Socket[bytes]] | None" = None
 _IPC = "ipc://"
 _bound: "list[tuple[zmq.Socket[bytes], str]]" = []  # what this process binds at a path
+_crowded = False  # see `take_no_more`
 
 
 def _context() -> "zmq.Context[zmq.Socket[bytes]]":
@@ -64,9 +67,32 @@ def binds() -> bool:
     return bool(_bound)
 
 
+def take_no_more() -> list[Path]:
+    """To be called each turn. When descriptors run out, the files of this process's sockets go, so that nobody else
+    connects; not of the one for our own processes. Who is connected stays so.
+
+    Returns:
+        Those that were removed now, to be told.
+    """
+    global _crowded
+    if _crowded or not _bound or not crowd.full():
+        return []
+    _crowded = True
+    paths = [Path(endpoint.removeprefix(_IPC)) for _, endpoint in _bound]
+    gone = [path for path in paths if path.name != BUS_SOCKET]
+    for path in gone:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return gone
+
+
 def unbound() -> list[str]:
-    """Endpoints of those sockets of this process whose file somebody has deleted. May be asked in another
-    thread: the disk may hang."""
+    """Endpoints of those sockets of this process whose file is gone and that may be bound again: somebody deleted
+    it, or `take_no_more` did and there is room again. May be asked in another thread: the disk may hang."""
+    global _crowded
+    if _crowded and not crowd.eased():
+        return []
+    _crowded = False
     endpoints = [endpoint for socket, endpoint in list(_bound) if not socket.closed]
     return [endpoint for endpoint in endpoints if not os.path.exists(endpoint.removeprefix(_IPC))]
 

@@ -69,6 +69,8 @@ class Service:
         self.row.beat(now_ns)
         if self._unheard:
             self._say_ready(now_ns)
+        for path in link.take_no_more():
+            self.log.error("too many are connected: no more are taken", path=str(path))
         if now_ns >= self._files_ns:
             self._files_ns = now_ns + _FILES_NS
             for gone in self._looks.ask(link.unbound) if link.binds() else ():

@@ -173,6 +173,8 @@ class Node:
         try:
             while self._finished is None:
                 self._listen()
+                for path in link.take_no_more():
+                    self._log.error("too many are connected: no more are taken", path=str(path))
                 self._starts.take_forked()
                 now_ns = self._board.supervisor_beat_ns = time.monotonic_ns()
                 if now_ns - observed_ns >= TICK_MS * 1_000_000:

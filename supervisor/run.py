@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.protocol import arena, rundir
+from phalanx.protocol import arena, crowd, rundir
 from phalanx.protocol.board import Board
 from phalanx.protocol.config import NodeConfig
 from phalanx.protocol.errors import ArenaError, ConfigError, ExitCode, PhalanxError
@@ -46,6 +46,7 @@ def run_processes(
     keep_weights: bool = False,
 ) -> ExitCode:
     """`run_node` for any table of processes."""
+    crowd.raise_limit()
     check_processor()
     run_dir = rundir.prepare(config.run_path)
     beat_ns = _last_beat_ns(config.node)
