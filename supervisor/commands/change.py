@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from phalanx.protocol.limits import BACK_MS_MAX
+from phalanx.protocol.limits import BACK_MS_MAX, MAX_SEATS
 from phalanx.protocol.messages import Restart, Restarted, Scale, Scaled
 from phalanx.supervisor.ask import ask, find_run_dir
 from phalanx.supervisor.commands.common import (
@@ -22,7 +22,7 @@ _LATE_S = BACK_MS_MAX / 1000 + 5.0  # the supervisor goes back when the time is 
 
 
 @click.command()
-@click.argument("ranks", type=int)
+@click.argument("ranks", type=click.IntRange(1, MAX_SEATS))
 @click.option(
     "--timeout",
     type=float,

@@ -1,8 +1,10 @@
 """Changes that somebody asks for, as stories: another number of ranks, processes replaced."""
 
 import signal
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from supervisor.test_core import MS, Story, running
 
 from phalanx.protocol.errors import Code, ExitCode
@@ -15,6 +17,7 @@ from phalanx.protocol.limits import (
     TERM_GRACE_MS,
 )
 from phalanx.protocol.messages import Drain, Error, HandOver, Restart, Restarted, Scale, Scaled
+from phalanx.supervisor.commands.change import scale
 from phalanx.supervisor.events import (
     BecameReady,
     ChangeAsked,
@@ -486,3 +489,11 @@ def test_a_worker_that_has_just_left_when_the_time_is_up_comes_back() -> None:
     assert (came.state, came.worker_incarnation) == ("member", left.worker_incarnation)
     story.acks(go=6)
     assert not story.core.reasons()
+
+
+@pytest.mark.parametrize("ranks", ["0", "65", str(10**30)])
+def test_a_number_of_ranks_that_cannot_be_is_refused_by_the_command(
+    tmp_path: Path, ranks: str
+) -> None:
+    shown = CliRunner().invoke(scale, [ranks, "--run-dir", str(tmp_path)])
+    assert shown.exit_code == 2 and f"{ranks} is not in the range 1<=x<=64" in shown.output
