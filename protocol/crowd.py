@@ -2,6 +2,7 @@
 socket, so no more are taken well before that."""
 
 import contextlib
+import errno
 import os
 import resource
 
@@ -24,8 +25,8 @@ def full() -> bool:
         return False
     try:
         lowest = os.dup(0)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno == errno.EMFILE  # not for want of a standard input
     os.close(lowest)
     return lowest >= limit - limit // 4
 

@@ -101,3 +101,9 @@ def test_a_node_may_have_as_many_files_as_the_system_allows(
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_process_without_a_standard_input_is_not_full() -> None:
+    code = "import os; from phalanx.protocol import crowd; os.close(0); print(crowd.full())"
+    command = [sys.executable, "-P", "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
