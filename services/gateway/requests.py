@@ -10,6 +10,7 @@ from phalanx.services.gateway.streams import End, Stream
 
 DELTA_TOKENS_MAX = 8192  # of a stream that is caught up with; keeps single messages small
 TOKEN_BYTES = 40  # about what a token of a stream takes in memory
+LOGPROB_BYTES, ALTERNATIVE_BYTES = 90, 76  # and its log-probability, with each likely token told
 
 
 @dataclass(slots=True)
@@ -54,10 +55,10 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in memory, without the prompt; its log-probabilities by what they take."""
-        return sum(
-            len(stream.tokens) + len(stream.scores) // TOKEN_BYTES for stream in self.streams
-        )
+        """Tokens in memory, without the prompt; log-probabilities, of both, by what they take."""
+        each = LOGPROB_BYTES + ALTERNATIVE_BYTES * (self.entry.sampling.logprobs or 0)
+        nbytes = sum(len(one.scores) + each * len(one.logprobs) for one in self.streams)
+        return sum(len(one.tokens) for one in self.streams) + nbytes // TOKEN_BYTES
 
     @property
     def unread(self) -> bool:
