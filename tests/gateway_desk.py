@@ -81,12 +81,16 @@ class Desk:
     def clear(self) -> None:
         self.bus, self.ops, self.said = [], [], []
 
-    def scheduler(self, seat: int, incarnation: int = 1, *sequences: SequenceInfo) -> bytes:
+    def scheduler(
+        self, seat: int, incarnation: int = 1, *sequences: SequenceInfo, blocks: int = 4
+    ) -> bytes:
         peer = b"scheduler-%d#%d" % (seat, incarnation)
         self.says(peer, Hello(f"scheduler-{seat}", "scheduler", incarnation, seat))
         call = next(m.call for p, m in reversed(self.bus) if p == peer and hasattr(m, "call"))
         self.says(peer, SequenceList(call, seat, incarnation, sequences))
-        self.says(peer, SeatLoad(seat, incarnation, True, total_blocks=4, worker_incarnation=1))
+        self.says(
+            peer, SeatLoad(seat, incarnation, True, total_blocks=blocks, worker_incarnation=1)
+        )
         return peer
 
     def turn(self, commit: bool = True) -> None:

@@ -290,6 +290,7 @@ class Core:
         )
         for stream in adopted:
             self._recovery.discard(stream)
+            self._placement.adopted(stream)
             self._produced(stream, now_ns)
         self._recovery.heard()
 

@@ -227,6 +227,11 @@ class Placement:
             self._suspects.placed(stream, seat.number)
             self.seats.trying = self._suspects.trying()
 
+    def adopted(self, stream: Stream) -> None:
+        """A seat runs it already. If it is tried there, no other suspect is."""
+        if stream.suspect and stream.place is not None:
+            self._suspects.placed(stream, stream.place.seat)
+
     def _place_pinned(self, stream: Stream, now_ns: int) -> None:
         if stream.final is not None or stream.end is not None or stream.pin is None:
             return

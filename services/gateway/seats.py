@@ -134,7 +134,9 @@ class Seats:
 
     def closed_for(self, stream: Stream) -> set[int]:
         if stream.suspect:
-            return self.pausing | self.trying
+            # Who has not told what it runs may have one, of the gateway before this one.
+            untold = {seat.number for seat in self.by_number.values() if not seat.listing.told}
+            return self.pausing | self.trying | untold
         return set() if stream.gets_on else self.pausing
 
     def get(self, number: int) -> Seat:

@@ -1,14 +1,15 @@
 """A request over which its rank falls ends alone, with an error; who was beside it goes on."""
 
 from array import array
+from dataclasses import replace
 
 from gateway_desk import MS, Desk
 
 from phalanx.protocol.errors import Code
 from phalanx.protocol.limits import RESTART_WINDOW_MS, RESTARTS_MAX
-from phalanx.protocol.messages import Final, Hello, Sampling, SeatLoad, Submit
+from phalanx.protocol.messages import Final, Sampling, SeatLoad, SequenceInfo, Submit
 from phalanx.protocol.topology import Seat, Topology
-from phalanx.services.gateway.entries import Entry, Fell, Op, Recovered
+from phalanx.services.gateway.entries import Entry, Fell, Op, Placed, Recovered
 from phalanx.services.gateway.streams import SUSPECT_FALLS
 from phalanx.services.gateway.suspects import FALLS_MAX
 
@@ -150,22 +151,37 @@ def test_the_innocent_may_fall_more_often_where_ranks_fall_that_have_no_suspect(
     assert falls_wherever_it_is(others_fall=True) == 2 * FALLS_MAX + 1
 
 
+def suspect(number: int, max_tokens: int) -> Recovered:
+    request_id = f"{number:032x}"
+    prompt, sampling = array("i", [5]).tobytes(), Sampling(seed=1, max_tokens=max_tokens)
+    entry = Entry(request_id, prompt, sampling, 1, True, "", b"", "tiny", "f1")
+    return Recovered(entry, falls=(Fell(request_id, 0, SUSPECT_FALLS, 0),), placed={})
+
+
 def test_a_suspect_that_fits_only_a_rank_that_is_away_does_not_hold_up_the_others() -> None:
     """It is the first in turn. The others were not tried before that rank was back."""
-
-    def suspect(number: int, max_tokens: int) -> Recovered:
-        request_id = f"{number:032x}"
-        sampling = Sampling(seed=1, max_tokens=max_tokens)
-        prompt = array("i", [5]).tobytes()
-        entry = Entry(request_id, prompt, sampling, 1, True, "", b"", "tiny", "f1")
-        return Recovered(entry, falls=(Fell(request_id, 0, SUSPECT_FALLS, 0),), placed={})
-
     large, small, smaller = (suspect(n, tokens) for n, tokens in enumerate((300, 9, 8)))
     desk = Desk(large, small, smaller, seats=0)
     seats = Seat(0, 1, 1, "lost"), Seat(1, 1, 1, "member")
     desk.core.on_topology(Topology(6, seats, b"", "f1"), desk.now)
-    desk.says(b"scheduler-1#1", Hello("scheduler-1", "scheduler", 1, 1))
-    desk.says(b"scheduler-1#1", SeatLoad(1, 1, True, total_blocks=1, worker_incarnation=1))
+    desk.scheduler(1, blocks=1)
     desk.passes(1000)
     told = {(peer, submit.request_id) for peer, submit in desk.submits()}
     assert told == {(b"scheduler-1#1", small.entry.request_id)}, "and one at a time"
+
+
+def test_where_a_suspect_was_tried_when_the_gateway_fell_no_other_one_is() -> None:
+    """The innocent fell together with the guilty once more, for each fall of the gateway."""
+    there, other = suspect(0, 9), suspect(1, 9)
+    name = there.entry.request_id
+    there = replace(there, placed={0: Placed(name, 0, 0, 1, 1)})
+    desk = Desk(there, other, seats=0)
+    desk.core.on_topology(Topology(6, (Seat(0, 1, 1, "member"),), b"", "f1"), desk.now)
+    seat = b"scheduler-0#1"
+    desk.says(seat, SeatLoad(0, 1, True, total_blocks=4, worker_incarnation=1))
+    desk.passes(300)
+    desk.scheduler(0, 1, SequenceInfo(name, 0, 33, b"", None))
+    desk.passes(1000)
+    assert not [submit for _, submit in desk.submits() if submit.request_id != name]
+    desk.produces(seat, Submit(1, name, 0, 33, b"", Sampling()), 0, 10)
+    assert [submit.request_id for _, submit in desk.submits()] == [other.entry.request_id]
