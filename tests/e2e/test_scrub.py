@@ -46,7 +46,7 @@ def node(start_node: Callable[..., Node], tmp_path_factory: pytest.TempPathFacto
 
 def test_a_flipped_bit_of_an_expert_is_named_until_its_worker_is_replaced(node: Node) -> None:
     wrong, layer, expert = 1, 2, 3  # of 10 layers; with three ranks it holds the experts 2 to 4
-    requests = [Spec("Once upon a time", Sampling(seed=4, max_tokens=24))]
+    requests = [Spec("Once upon a time", Sampling(seed=4, max_tokens=12))]
 
     def checked(least: int) -> bool:
         found = node.look().scrubbed_experts
@@ -81,7 +81,7 @@ def test_a_rank_that_is_one_ulp_off_changes_tokens_and_is_found(node: Node) -> N
     with Client(node.run_dir) as client:
         ids = []
         for seed in range(2):
-            stream = client.generate("The sea", max_tokens=32, ignore_eos=True, seed=seed)
+            stream = client.generate("The sea", max_tokens=16, ignore_eos=True, seed=seed)
             stream.results()
             ids.append(stream.request_id)
         wait_for(
