@@ -29,7 +29,7 @@ def serve(service: Service) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "slow":
-            for _ in range(80):
+            for _ in range(40):
                 time.sleep(0.1)
                 service.beat()
         case "outlive":
