@@ -1,4 +1,5 @@
-"""What a rank receives into when /dev/shm is full: the memory it has, once nobody else stores there."""
+"""What a rank receives into: fresh memory in every epoch, and when /dev/shm is full the one it has, once nobody
+else stores there."""
 
 import os
 import uuid
@@ -54,6 +55,23 @@ def test_with_room_every_epoch_has_fresh_memory(node: str) -> None:
     second = held.enter(4, 2, Turns(1))
     assert first is not None and second is not None and second is not first
     assert arenas.names(node) == [held.name(4)], "the old name is gone"
+    held.close()
+
+
+def test_what_a_dying_peer_still_stores_lands_where_nobody_reads(node: str) -> None:
+    """As the first exchange of the new epoch has it, number and all: of that nothing has come."""
+    held = region(node)
+    first = held.enter(2, 2, Turns(1))
+    assert first is not None
+    dying = Inbox(source_part(first, 1, SHAPE), SHAPE)
+    second = held.enter(4, 2, Turns(1))
+    assert second is not None
+    for number in (1, 2):
+        rows = torch.full((4, 8), 9.0, dtype=torch.bfloat16)
+        dying.store_dispatch(number, torch.ones(4, dtype=torch.int32), torch.ones(4), rows)
+        dying.store_combine(number, rows)
+        assert not any(second.data), "fresh memory, and none but its own"
+    del dying
     held.close()
 
 
