@@ -15,7 +15,7 @@ from phalanx.supervisor.inject import ACTIONS, COUNT_MAX, FAILPOINTS, KINDS, MS_
 
 @click.command()
 @click.argument("kind", type=click.Choice(KINDS), metavar="KIND")
-@click.argument("target")
+@click.argument("target", default="")
 @click.option(
     "--ms",
     type=click.IntRange(0, MS_MAX),
@@ -50,8 +50,8 @@ def inject(
     \b
     TARGET is a process name, a prefix of names, random:PREFIX for one of them, or all (but the
     supervisor). KIND is one of
-      list       breaks nothing: which processes TARGET names, and what was broken there;
-                 `list failpoints` names those
+      list       breaks nothing: which processes TARGET names (without one: all), and what was
+                 broken there; `list failpoints` names those
       kill       SIGKILL
       stop       SIGSTOP, and SIGCONT after --ms
       cont       SIGCONT
@@ -67,6 +67,10 @@ def inject(
       failpoint  TARGET is a name from `list failpoints`: --action there, once (--count 0: always)
       clear      end all of these, and SIGCONT
     """
+    if not target:
+        if kind != "list":
+            raise click.UsageError("Missing argument 'TARGET'.")
+        target = "all"
     if kind == "failpoint":
         only, target = target, process or f"{RANDOM}{kind_of(target)}"
         action, count = action or ACTIONS[0], 1 if count is None else count

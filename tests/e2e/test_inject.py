@@ -34,6 +34,8 @@ def test_listing_hurts_nothing_and_nonsense_is_refused(phalanx_node: Node) -> No
     assert phalanx_node("inject", "list", "worker") == [
         {"injected": ["worker-0", "worker-1"], "armed": []}
     ]
+    assert phalanx_node("inject", "list") == phalanx_node("inject", "list", "all")
+    phalanx_node("inject", "kill", code=2)
     phalanx_node("inject", "kill", "nobody", code=2)
     phalanx_node("inject", "melt", "worker", code=2)
     assert phalanx_node.pids() == pids
