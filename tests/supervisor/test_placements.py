@@ -65,6 +65,20 @@ def test_odd_sizes() -> None:
         assert missing == only_there > 0
 
 
+def test_slots_are_rounded_up_until_all_ranks_have_as_many() -> None:
+    """From seven ranks down to one: five have 385 slots for 384 experts, four have 384."""
+    placements, seats = GroupPlacements(LAYERS, 384, 7), list(range(7))
+    slots = {7: 64, 6: 64, 5: 77, 4: 96, 3: 128, 2: 192, 1: 384}
+    for lost in (3, 0, 6, 1, 5, 2, None):
+        placement = settle(placements, *seats)
+        assert placement.slots_per_rank == slots[len(seats)]
+        for layer, held in enumerate(placement.physical_to_logical):
+            assert [len(row) for row in held] == [slots[len(seats)]] * len(seats)
+            assert all(copies(placement, layer))
+        if lost is not None:
+            seats.remove(lost)
+
+
 def test_survivors_keep_what_they_hold_when_one_returns() -> None:
     placements = GroupPlacements(LAYERS, EXPERTS, 3)
     settle(placements, 0, 1, 2)
