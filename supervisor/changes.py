@@ -47,6 +47,7 @@ _MS = 1_000_000
 ALL = "all"
 _ANSWERS_MAX = 16
 _AGAIN_MS = 60_000
+_HOPELESS = (ExitCode.BAD_INPUT, ExitCode.NO_ROOM)  # who ended so would do so again
 # Services first, since nobody notices; the gateway last, since its clients have to find the next one.
 _RESTART_ORDER = ("eplb", "kvstore", "http", "tokenizer", "scheduler", "worker", "gateway")
 
@@ -255,7 +256,7 @@ class Changes:
     def _newcomer_fell(self, change: Scaling, process: Process, now_ns: int) -> list[Action]:
         """It is started again, unless it said that this is of no use, or has fallen too often."""
         delay_ns, deaths = process.policy.delay_ns(now_ns), len(process.policy.deaths_ns)
-        of_no_use = process.leaving or process.code in (ExitCode.BAD_INPUT, ExitCode.NO_ROOM)
+        of_no_use = process.leaving or process.code in _HOPELESS
         if delay_ns is None or of_no_use or deaths >= NEWCOMER_STARTS:
             times = "" if of_no_use else f" (tried {deaths} times)"
             text = f"{process.spec.name} could not be started: {process.ended}{times}"
@@ -411,9 +412,10 @@ class Changes:
 
     def _await_whole(self, change: Restarting, process: Process, now_ns: int) -> list[Action]:
         """One that falls is started again under the usual rules, as long as that may be of use."""
-        name, roomless = process.spec.name, process.policy.roomless
+        name, stage = process.spec.name, process.stage
         fallen = process.incarnation - change.incarnation - process.exists
-        of_no_use = process.stage is Stage.DOWN or (process.stage is Stage.WAITING and roomless)
+        waits_in_vain = stage is Stage.WAITING and process.code in _HOPELESS
+        of_no_use = stage is Stage.DOWN or waits_in_vain
         if of_no_use or fallen >= NEWCOMER_STARTS:
             times = f" {fallen} times, the last time" if fallen > 1 else ""
             text = f"the new {name} died{times}: {process.ended}"

@@ -165,7 +165,7 @@ class Group:
         return self._stop(cause, detected_ms, now_ns)  # its peers' steps will not come to an end
 
     def refused(self, seat: int) -> list[Action]:
-        """Its worker is lost, and no other one is started before somebody asks for it."""
+        """Its worker is lost, and the next one comes when somebody has done something about it, if at all."""
         self.seats[seat].kept_out = True
         return self.publish()
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
+from phalanx.protocol.limits import RESTART_DELAY_MS_MAX
 from phalanx.protocol.messages import PhaseTime
 from phalanx.protocol.patience import Patience
 from phalanx.supervisor.events import (
@@ -85,7 +86,7 @@ class Lives:
             return []
         self._end_step(process, now_ns)
         process.stage, process.life, process.detail = Stage.READY, Patience(now_ns), ""
-        process.progress_ns, process.served = now_ns, True
+        process.progress_ns, process.served, process.hopeless = now_ns, True, False
         spec = process.spec
         note = f" (after {process.policy.roomless} starts in vain: {process.lacks})"
         note = note if process.lacks else ""
@@ -131,7 +132,8 @@ class Lives:
         self._core.history.decided(process.spec.name, "not started again")
         process.leaving = True
         actions += self._core.group.refused(process.spec.seat)
-        if self._core.ready_s < 0 or not any(w.alive for w in self._core.workers.values()):
+        others = [worker for worker in self._core.workers.values() if worker is not process]
+        if self._core.ready_s < 0 or all(w.leaving or w.stage is Stage.DOWN for w in others):
             actions += self._core.fail(ExitCode.UNHEALTHY, f"{process.spec.name}: {why}", now_ns)
         return actions
 
@@ -199,20 +201,43 @@ class Lives:
         if process.in_hand:
             history.decided(name, f"asked for: {self._core.changes.told}")
             return actions
-        if event.code == ExitCode.BAD_INPUT and (spec.essential or self._core.ready_s < 0):
-            process.leaving = True  # a change that is dropped now must not start it again
-            return actions + self._core.fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
         if event.code == ExitCode.NO_ROOM:
             return actions + self._await_room(process, event.detail or why, now_ns)
-        delay_ns = process.policy.delay_ns(now_ns)
-        if delay_ns is None:
-            deaths = len(process.policy.deaths_ns)
-            text = f"{name} died {deaths} times within a minute, last: {why}"
-            return actions + self._core.fail(ExitCode.GAVE_UP, text, now_ns)
+        delay_ns, others = process.policy.delay_ns(now_ns), ""
+        bad_input = event.code == ExitCode.BAD_INPUT and (spec.essential or self._core.ready_s < 0)
+        if bad_input or delay_ns is None:
+            process.hopeless = True
+            if not self._others_serve(process):
+                return actions + self._give_up(process, bad_input, why, now_ns)
+            delay_ns, others = RESTART_DELAY_MS_MAX * _MS, "; others do its work"
+            if spec.kind == "worker":  # what fits only there does not wait for it any more
+                actions += self._core.group.refused(spec.seat)
         process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
         wait = f"after {delay_ns / _MS:g} ms" if delay_ns else "at once"
-        history.decided(name, f"restart {wait}")
+        history.decided(name, f"restart {wait}{others}")
         return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])
+
+    def _others_serve(self, process: Process) -> bool:
+        """Whether others of its kind do its work, or will: a rank whose device is gone does not end those that
+        run. What cannot be told before the node has been whole."""
+        kind, stopped = process.spec.kind, self._core.group.phase is GroupPhase.STOPPED
+        serve = not (kind == "worker" and stopped)  # those that are there do not hold all experts
+        alike = [p for p in self._core.processes.values() if p.spec.kind == kind and not p.leaving]
+        return self._core.ready_s >= 0 and any(
+            serve if other.stage is Stage.READY else other.comes
+            for other in alike
+            if other is not process
+        )
+
+    def _give_up(self, process: Process, bad_input: bool, why: str, now_ns: int) -> list[Action]:
+        """The node cannot do without it."""
+        name = process.spec.name
+        if bad_input:
+            process.leaving = True  # a change that is dropped now must not start it again
+            return self._core.fail(ExitCode.BAD_INPUT, f"{name}: {why}", now_ns)
+        deaths = len(process.policy.deaths_ns)
+        text = f"{name} died {deaths} times within a minute, last: {why}"
+        return self._core.fail(ExitCode.GAVE_UP, text, now_ns)
 
     def _await_room(self, process: Process, lacks: str, now_ns: int) -> list[Action]:
         """Shared memory is full, or a GPU's. A node that has never run says so and ends; one that runs goes on with

@@ -64,6 +64,7 @@ class Process:
     step: tuple[str, int] = ("", 0)  # of its start: name and since when
     leaving: bool = False  # was told to end: its end is no failure
     served: bool = False  # some incarnation of it was ready
+    hopeless: bool = False  # the node would have been given up for it, but for others of its kind
     drains: bool = False  # a gateway that was told to end with what it has
     # A change that was asked for decides what follows its end, which is no failure either.
     in_hand: bool = False
@@ -80,6 +81,11 @@ class Process:
     @property
     def exists(self) -> bool:
         return self.alive or self.stage is Stage.DYING
+
+    @property
+    def comes(self) -> bool:
+        """Whether it is on its way, or its successor, and likely to be there some time."""
+        return self.stage is not Stage.DOWN and not self.hopeless
 
     @property
     def told(self) -> str:

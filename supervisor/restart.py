@@ -20,8 +20,8 @@ class RestartPolicy:
     """The first restart in a while is immediate, and so is that of a process that has served for some seconds:
     recovery is a matter of milliseconds. Each further one within the window waits twice as long, and after
     RESTARTS_MAX of them an essential process is given up; one that the node can do without is tried for ever, at
-    the longest delay. A death after some seconds of service begins the count anew: streams got on, and who ends
-    the node ends them all."""
+    the longest delay, and so is one whose work others do (`lives.py`). A death after some seconds of service begins
+    the count anew: streams got on, and who ends the node ends them all."""
 
     gives_up: bool = True
     deaths_ns: list[int] = field(default_factory=list[int])  # those that count

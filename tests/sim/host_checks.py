@@ -125,8 +125,15 @@ class Checks:
             code == ExitCode.BAD_INPUT
             and child.spec.essential
             and not (newcomer is not None and newcomer.in_hand)
+            and not self._has_company(child.spec.name)
         ):
             self.banned.add(child.spec.name)
+
+    def _has_company(self, name: str) -> bool:
+        """Whether there are others of its kind, for whose sake the node may go on without it."""
+        core = self.host.core
+        kind = core.processes[name].spec.kind if name in core.processes else ""
+        return core.ready_s >= 0 and sum(p.spec.kind == kind for p in core.processes.values()) > 1
 
     def hurt(self, child: "Child") -> None:
         """It died by itself, or does not turn any more; some of those go on after a while."""
@@ -303,7 +310,7 @@ class Checks:
             self.asked_starts[name] = process.asked_starts
             self.spawns[name] = recent if process.policy.deaths_ns else []
             return
-        if process.spec.essential:
+        if process.spec.essential and not self._has_company(name):
             self.require(len(recent) <= RESTARTS_MAX, f"{name} restarted too often")
         if len(recent) >= 2:
             gap_ms = (now_ns - recent[-1]) / _MS
@@ -474,7 +481,9 @@ class Checks:
         if finished.code == ExitCode.GAVE_UP:
             essential = [name for name, spec in self.host.specs.items() if spec.essential]
             worst = max(len(self.spawns[name]) for name in essential)
-            right = worst == RESTARTS_MAX + 1 or (self.any_change and worst <= RESTARTS_MAX)
+            company = any(map(self._has_company, essential))  # who has some is tried for ever
+            right = worst == RESTARTS_MAX + 1 or company
+            right |= self.any_change and worst <= RESTARTS_MAX
             self.require(right, f"gave up after {worst} starts")
         else:
             bad = finished.code == ExitCode.BAD_INPUT and self.host.plan.bad_input

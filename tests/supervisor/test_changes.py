@@ -418,6 +418,17 @@ def test_a_replacement_without_room_ends_the_restart_at_once() -> None:
     assert not story.core.reasons()
 
 
+def test_a_replacement_whose_input_is_wrong_ends_the_restart_and_not_the_node() -> None:
+    story = ask(running(), Restart(7, ("worker",), 60.0)).acks(stop=3)
+    ends(story.acks(go=4, seats=(1, 2)), "worker-0").dies("worker-0", ExitCode.BAD_INPUT)
+    failed = answer(story)
+    assert isinstance(failed, Error) and "the new worker-0 died: exit code 2" in failed.message
+    assert "not replaced: worker-0, worker-1, worker-2" in failed.message
+    assert not story.core.failed
+    story.wait(5_000).ready("worker-0").acks(stop=5).acks(go=6)
+    assert not story.core.reasons()
+
+
 def test_a_node_that_is_not_whole_loses_nobody_more() -> None:
     story = running().dies("kvstore")
     ask(story, Restart(7, ("eplb",), 1.0))

@@ -466,6 +466,69 @@ def test_who_has_served_for_a_while_is_started_again_at_once_however_often() -> 
     assert story.core.code == ExitCode.GAVE_UP
 
 
+def test_other_numerics_do_not_end_a_node_whose_other_rank_is_about_to_be_back() -> None:
+    story = running(2)
+    story.dies("worker-1").acks(stop=3, seats=(0,)).acks(go=4, seats=(0,))
+    story.dies("worker-0", reaped=False).ready("worker-1", fingerprint="other")
+    assert not story.core.failed, "the other one is not reaped yet"
+    story.feed(Reaped("worker-0", 1, -9)).wait(100).ready("worker-0")
+    story.acks(go=6, seats=(0,))
+    assert [text for text in story.core.reasons() if "worker-0" in text] == []
+    story.dies("worker-0").wait(200).ready("worker-0", fingerprint="other")
+    assert story.core.failed, "none is left that could be one of the group"
+
+
+GPU_GONE = "rank 1 needs a GPU of its own and this machine shows 1"
+
+
+def lose_rank_1(story: Story) -> None:
+    story.dies("worker-1").acks(stop=3, seats=(0,)).acks(go=4, seats=(0,))
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_INPUT, ExitCode.INTERNAL])
+def test_a_rank_that_cannot_start_any_more_does_not_end_those_that_run(code: int) -> None:
+    """Its GPU is gone for good, say: the node ended, within a second or after nine deaths."""
+    story = running(2)
+    lose_rank_1(story)
+    for _ in range(3 * RESTARTS_MAX):
+        story.feed(Reaped("worker-1", story.core.processes["worker-1"].incarnation, code, GPU_GONE))
+        (told,) = story.core.reasons()
+        assert told.startswith("worker-1 is") and not story.core.failed
+        story.wait(5000)
+    story.feed(Reaped("worker-1", story.core.processes["worker-1"].incarnation, code, GPU_GONE))
+    (told,) = story.core.reasons()
+    assert told.startswith("worker-1 is down: exit code") and told.endswith(GPU_GONE)
+    assert kept_out(story) == [1], "what fits only there does not wait for it"
+    story.dies("worker-0").wait(5000)
+    story.feed(Reaped("worker-1", story.core.processes["worker-1"].incarnation, code, GPU_GONE))
+    assert not story.core.failed, "the other one is on its way back"
+    story.ready("worker-0").acks(go=6, seats=(0,)).wait(5000)
+    story.ready("worker-1").acks(stop=7).acks(go=8)
+    assert not story.core.reasons() and kept_out(story) == []
+
+
+def test_a_node_none_of_whose_ranks_can_start_is_given_up() -> None:
+    story = running(2)
+    lose_rank_1(story)
+    story.feed(Reaped("worker-1", 2, ExitCode.BAD_INPUT, GPU_GONE))
+    story.dies("worker-0")
+    assert not story.core.failed
+    story.feed(Reaped("worker-0", 2, ExitCode.BAD_INPUT, "no such checkpoint"))
+    assert story.core.failed == "worker-0: exit code 2 BAD_INPUT: no such checkpoint"
+
+
+def test_so_is_one_whose_ranks_cannot_hold_all_experts_without_it() -> None:
+    story = Story(2)
+    for seat in range(2):
+        story.feed(BecameReady(f"worker-{seat}", 1, "n", 3))
+    story.ready("gateway", *(n for n in story.core.processes if "worker" not in n)).acks(go=2)
+    assert not story.core.reasons()
+    lose_rank_1(story)
+    assert story.core.group.phase is GroupPhase.STOPPED
+    story.feed(Reaped("worker-1", 2, ExitCode.BAD_INPUT, GPU_GONE))
+    assert story.core.code == ExitCode.BAD_INPUT
+
+
 NO_SPACE = "no room: /dev/shm has 3 MiB free, arena x needs 9 MiB"
 
 

@@ -122,7 +122,7 @@ def test_a_gateway_that_dies_over_and_over_while_it_drains_is_given_up() -> None
 
 
 def test_a_node_that_fails_leaves_its_streams_to_the_next_one() -> None:
-    story = running().dies("worker-1", code=ExitCode.BAD_INPUT)
+    story = running().dies("tokenizer-0", code=ExitCode.BAD_INPUT)
     assert story.core.failed
     assert [s.message for s in story.take(Send) if isinstance(s.message, Drain | HandOver)] == [
         HandOver(HAND_OVER_MS)
@@ -137,7 +137,7 @@ def test_a_node_that_fails_leaves_its_streams_to_the_next_one() -> None:
 def test_a_node_that_fails_while_it_drains_leaves_what_still_runs_to_the_next_one() -> None:
     story = running().feed(ShutdownAsked(50_000))
     story.take(Send)
-    story.dies("worker-1", code=ExitCode.BAD_INPUT)
+    story.dies("tokenizer-0", code=ExitCode.BAD_INPUT)
     told = [s.message for s in story.take(Send) if s.name == "gateway"]
     assert HandOver(HAND_OVER_MS) in told and not [m for m in told if isinstance(m, Drain)]
 

@@ -304,6 +304,7 @@ def fails_the_node_over_a_newcomer(patch: pytest.MonkeyPatch) -> None:
         return right(self, process, event, now_ns)
 
     patch.setattr(Lives, "reaped", reaped)
+    patch.setattr(Lives, "_others_serve", lambda self, process: False)
 
 
 @planted(seeds=40)

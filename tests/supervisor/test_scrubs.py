@@ -115,7 +115,10 @@ def test_what_makes_no_sense_is_neither_told_nor_put_on_the_board(finding: Exper
 def test_what_a_gateway_has_found_outlives_it() -> None:
     """Its successor tells of nothing, or of others; the worker's end is the end of it."""
     scrubs = Scrubs()
-    first, second = Finding((1,), (1,), (0, 2), "a" * 32, 3), Finding((2,), (1,), (0, 3), "b" * 32, 5)
+    first, second = (
+        Finding((1,), (1,), (0, 2), "a" * 32, 3),
+        Finding((2,), (1,), (0, 3), "b" * 32, 5),
+    )
     scrubs.hear(ScrubReport(Scrubbed(9, 1, (first,))))
     for found in ((), (second,)):
         scrubs.hear(ScrubReport(Scrubbed(1, len(found), found)))
