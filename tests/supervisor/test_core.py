@@ -658,6 +658,18 @@ def test_a_silent_process_is_looked_at_then_killed() -> None:
     assert story.core.group.records[-1].detected_ms >= HANG_MS
 
 
+@pytest.mark.parametrize("state", ["T", "S"])
+def test_a_worker_that_hangs_is_killed_within_one_and_a_half_seconds(state: str) -> None:
+    """That is what people are told, whatever the limits are called. The loop looks every 100 ms."""
+    story = running()
+    story.silent = {"worker-1"}
+    silent_ns = story.now_ns
+    while not hung(story, "worker-1"):
+        looks = [action for action in story.wait(100).take(Inspect) if action.name == "worker-1"]
+        story.feed(*(Inspected(look.name, look.incarnation, state, 0) for look in looks))
+        assert story.now_ns - silent_ns <= 1500 * MS
+
+
 @pytest.mark.parametrize("state", ["T", "S", "R"])
 def test_health_names_a_silent_worker_within_a_second(state: str) -> None:
     story = running()
