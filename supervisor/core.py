@@ -238,7 +238,9 @@ class SupervisorCore:
         health = (not reasons, self.group.epoch, reasons)
         if health != self._health:
             self._health = health
-            told.append(Tell("healthy" if health[0] else "unhealthy", text="; ".join(reasons)))
+            if self.supervising:  # else each process that ends, as it shall, would be a reason more
+                text = "; ".join(reasons)
+                told.append(Tell("unhealthy" if reasons else "healthy", text=text))
             told += self.send_health()
         return told + self.history.take()
 

@@ -166,7 +166,8 @@ class Lives:
             seat.scheduler_incarnation = process.incarnation + 1
             seat.scheduler_left = process.kill_ns > 0
             actions = self._core.group.publish()
-        return [*actions, Tell("gone" if process.kill_ns else "lost", name, why)]
+        unasked = self._core.supervising and not process.kill_ns
+        return [*actions, Tell("lost" if unasked else "gone", name, why)]
 
     def _tell(
         self, process: Process, why: str, by: Noticed, detected_ms: float, now_ns: int

@@ -1,5 +1,6 @@
 """What the journal remembers of a request, and the changes to it. Pure data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -110,3 +111,15 @@ class Recovered:
     scored: tuple[Scored, ...] = ()  # by first record, likewise
     falls: tuple[Fell, ...] = ()
     placed: dict[int, Placed] | None = None  # None: there is no token log
+
+
+def taken_over(recovered: Sequence[Recovered]) -> str:
+    """For the history. Those that have ended are kept for readers who come late."""
+    if not recovered:
+        return ""
+    is_open = sum(len(request.finals) < request.entry.n for request in recovered)
+    ended = len(recovered) - is_open
+    requests = f"{is_open} request{'' if is_open == 1 else 's'}"
+    return f"{requests} taken over from the journal" + (
+        f", {ended} that had ended" if ended else ""
+    )

@@ -46,7 +46,7 @@ from phalanx.protocol.service import Service, Socket
 from phalanx.services.gateway.admission import Settings
 from phalanx.services.gateway.core import Core
 from phalanx.services.gateway.ending import LAST_WORDS_NS, Ending
-from phalanx.services.gateway.entries import Accept, Finish, Recovered
+from phalanx.services.gateway.entries import Accept, Finish, Recovered, taken_over
 from phalanx.services.gateway.journal import Journal, JournalWriter, NotNow, told_failure
 from phalanx.services.gateway.overseer import LOOK_NS, Overseer
 from phalanx.services.gateway.poison import crashes, given_up, note_crash
@@ -68,7 +68,7 @@ class Gateway:
         config, run_dir = service.config, service.run_dir
         journal = Journal(run_dir / JOURNAL_FILE, config.gateway.journal_ttl_s, service.log)
         recovered = load(journal, service)
-        self.note = f"{len(recovered)} requests taken over from the journal" if recovered else ""
+        self.note = taken_over(recovered)
         if recovered:
             service.log.info("requests taken over from the journal", requests=len(recovered))
         settings = settings_of(service)

@@ -20,10 +20,12 @@ from phalanx.supervisor.events import (
     Finished,
     Kill,
     KillAsked,
+    PipeClosed,
     Reaped,
     Send,
     ShutdownAsked,
     Spawn,
+    Tell,
 )
 
 
@@ -48,6 +50,18 @@ def test_shutdown_drains_the_gateway_then_ends_the_rest() -> None:
     assert {a.name for a in story.take(Kill)} == set(others(story))
     end(story, *others(story))
     assert story.take(Finished) == [Finished(ExitCode.OK, "", ())]
+
+
+def test_nobody_is_lost_and_nothing_unhealthy_when_all_end_as_they_shall() -> None:
+    story = running().feed(ShutdownAsked(3000))
+    assert [t.text for t in story.take(Tell) if t.kind == "unhealthy"] == ["the node is stopping"]
+    end(story, "gateway")
+    story.actions.clear()
+    for name in others(story):
+        story.feed(PipeClosed(name, 1, story.now_ns, "death mark"))
+    end(story, *others(story))
+    kinds = {tell.kind for tell in story.take(Tell)}
+    assert "gone" in kinds and not {"lost", "unhealthy"} & kinds
 
 
 def test_a_worker_that_dies_during_the_drain_is_replaced() -> None:

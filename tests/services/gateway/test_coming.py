@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 from gateway_desk import MS, T0, Desk
 
-from phalanx.protocol.messages import Hello, Sampling, SeatLoad, SequenceList
+from phalanx.protocol.messages import Final, Hello, Sampling, SeatLoad, SequenceList, Usage
 from phalanx.protocol.topology import Seat, SeatState, Topology
-from phalanx.services.gateway.entries import Entry, Recovered
+from phalanx.services.gateway.entries import Entry, Recovered, taken_over
 from phalanx.services.gateway.placement import COMES_NS
 
 RANKS = 3
@@ -98,3 +98,15 @@ def test_a_gateway_that_finds_the_group_running_waits_for_nobody() -> None:
     desk.scheduler(0)
     desk.passes(3_000)
     assert len(desk.submits()) == 4
+
+
+def test_the_history_tells_those_that_are_open_from_those_that_had_ended() -> None:
+    """After a clean stop all have ended: a word of so many requests taken over would frighten people."""
+    final = Final(f"{2:032x}", 0, 9, "length", Usage(1, 9, 0))
+    ended = Recovered(recovered(2).entry, {0: final})
+    assert taken_over([]) == ""
+    assert taken_over([recovered(1)]) == "1 request taken over from the journal"
+    told = "0 requests taken over from the journal, 2 that had ended"
+    assert taken_over([ended, ended]) == told
+    both = "1 request taken over from the journal, 1 that had ended"
+    assert taken_over([recovered(1), ended]) == both
