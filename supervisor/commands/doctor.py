@@ -58,7 +58,7 @@ def _check(name: str, found: object, ok: bool = True, advice: str = "") -> dict[
 def _system(run_dir: Path) -> list[dict[str, object]]:
     shm = shutil.disk_usage(SHM).free
     disk = shutil.disk_usage(run_dir).free
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a node takes what it may have
     return [
         _check(
             "python", platform.python_version(), sys.version_info >= (3, 11), "use 3.11 or newer"
@@ -85,7 +85,7 @@ def _system(run_dir: Path) -> list[dict[str, object]]:
         _check(
             "free disk for the run directory", f"{disk >> 20} MiB", disk > 1 << 30, "under 1 GiB"
         ),
-        _check("open files", files, files >= _FILES_WANTED, f"raise ulimit -n to {_FILES_WANTED}"),
+        _check("open files", files, files >= _FILES_WANTED, f"raise ulimit -Hn to {_FILES_WANTED}"),
         _check(
             "run directory", f"{run_dir}, {'a node runs' if is_running(run_dir) else 'no node'}"
         ),

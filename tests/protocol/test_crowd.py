@@ -15,6 +15,7 @@ import zmq
 from phalanx.protocol import crowd, link, rundir
 from phalanx.protocol.errors import PhalanxError
 from phalanx.supervisor import run
+from phalanx.supervisor.commands import doctor
 
 FILES = 512
 # As a service's turns: each answers, looks whether more may come, and at the files that are gone.
@@ -85,7 +86,7 @@ def test_with_few_files_nothing_is_kept_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_node_may_have_as_many_files_as_the_system_allows(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The 1,024 of a shell are fewer than the clients that may come."""
 
@@ -94,8 +95,10 @@ def test_a_node_may_have_as_many_files_as_the_system_allows(
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(run, "check_processor", stop)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
+        told = {check["check"]: check["found"] for check in doctor._system(tmp_path)}
+        assert told["open files"] == str(before[1])
         with pytest.raises(PhalanxError, match="far enough"):
             run.run_processes(None, (), lambda: None)  # type: ignore[arg-type,return-value]
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
