@@ -58,7 +58,10 @@ class Intake:
         """The journal has it, or could not take it. From here on it ends with one Final a sequence, whatever happens."""
         if not failure:
             return self._admission.accept(pending)
-        text = f"the journal cannot be written ({failure}), so no request can be promised"
+        text = (
+            f"the journal cannot be written ({failure}), so no request can be promised: make room on its"
+            " disk, which phalanx status names, and send it again"
+        )
         self._refuse(pending, Refused(Code.OVERLOADED, text, RETRY_AFTER_MS))
         return None
 

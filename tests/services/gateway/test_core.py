@@ -724,7 +724,8 @@ def test_a_journal_that_cannot_be_written_refuses_and_recovers() -> None:
     desk.turn()
     (error,) = desk.told()
     assert isinstance(error, Error) and error.code is Code.OVERLOADED and error.retry_after_ms
-    assert "disk full" in error.message and desk.core.idle and not desk.submits()
+    assert "disk full" in error.message and "make room" in error.message
+    assert desk.core.idle and not desk.submits()
     desk.asks(Generate(2, prompt_token_ids=(5,), key="k"))
     assert isinstance(desk.told()[0], Accepted)
 
