@@ -122,7 +122,7 @@ def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
     start_node: Callable[..., Node], tmp_path: Path, how: str
 ) -> None:
     """New requests are refused at once; running ones have until the limit; then each gets one final."""
-    (tmp_path / "config.json").write_text(f'{{"drain_s": {4 if how == "down" else 1}}}')
+    (tmp_path / "config.json").write_text(f'{{"drain_s": {4 if how == "down" else 3}}}')
     options = (*NULL, "--inject", "--config", tmp_path / "config.json")
     node = start_node(1, *options)
     node.inject("slow", "worker", ms=20)  # the long ones outlast any limit here
@@ -136,7 +136,7 @@ def test_a_stop_finishes_what_it_can_and_ends_the_rest_once(
             assert isinstance(next(iter(stream)), Delta)
         stop = threading.Thread(target=lambda: node("down", "--timeout", 4))
         stop.start() if how == "down" else os.kill(pid, signal.SIGTERM)
-        wait_for(lambda: not client.health().healthy, 5, "draining")
+        wait_for(lambda: not client.health().healthy, 20, "draining")
         with pytest.raises(Refused) as refused:
             client.generate([90] * 4, max_tokens=1).accepted()
         assert refused.value.code is Code.SHUTDOWN

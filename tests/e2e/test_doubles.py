@@ -128,4 +128,4 @@ def test_what_was_delivered_is_not_made_again(node: Node, victims: tuple[str, ..
 
 def test_a_clean_stop_leaves_no_log(node: Node) -> None:
     node.stop()
-    wait_for(lambda: not node.names(), 5, "no name in shared memory")
+    wait_for(lambda: not node.names(), 20, "no name in shared memory")

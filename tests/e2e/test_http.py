@@ -299,7 +299,7 @@ def test_health_names_a_dead_or_stopped_process_within_a_second(
     assert named_ms < lateness.bound_ms(100)
     assert not answer.json()["healthy"] and victim in "; ".join(answer.json()["reasons"])
     served.wait_healthy()
-    wait_for(lambda: httpx.get(f"{base}/health").status_code == 200, 5, "health says so")
+    wait_for(lambda: httpx.get(f"{base}/health").status_code == 200, 20, "health says so")
 
 
 async def fifty(base: str) -> list[str]:

@@ -123,5 +123,5 @@ def test_a_signal_to_all_of_it_at_once_ends_each_stream_once(up: Foreground) -> 
             assert final.offset == len(result.token_ids) > 0
             assert final.finish_reason == "length" or "shutdown" in final.error
     assert up.process.wait(30) == ExitCode.OK
-    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), 5, "all gone")
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), 20, "all gone")
     assert up.node.names() == []

@@ -167,13 +167,13 @@ def test_sealed_and_plain_peers_talk_to_one_socket(tmp_path: Path) -> None:
     try:
         for peer in peers:
             assert link.send(peer, PING)
-            assert router.poll(2000)
+            assert router.poll(20_000)
             ((identity, frame),) = link.receive_from(router, 9)
             assert frame == PING
-            assert link.send_to(router, identity, PING) and peer.poll(2000)
+            assert link.send_to(router, identity, PING) and peer.poll(20_000)
             assert link.receive(peer, 9) == [PING]
         peers[0].send(PING, zmq.NOBLOCK)  # from the outside, without its seal
-        assert router.poll(2000) and link.receive_from(router, 9) == []
+        assert router.poll(20_000) and link.receive_from(router, 9) == []
         assert link.damaged == before + 1
     finally:
         for socket in (router, *peers):

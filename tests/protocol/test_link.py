@@ -19,7 +19,7 @@ def test_a_peer_that_takes_nothing_is_full_and_one_that_ended_is_gone(tmp_path: 
         gone.close(linger=2000)
         deadline = time.monotonic() + 10
         heard: list[bytes] = []
-        while len(heard) < 2 and router.poll(2000):
+        while len(heard) < 2 and router.poll(20_000):
             heard += [identity for identity, _ in link.receive_from(router, 9)]
         assert set(heard) == {b"full#1", b"gone#1"}, "what the dead have said comes"
         while (taken := link.send_to(router, b"gone#1", FRAME)) is not None:

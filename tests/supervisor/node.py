@@ -34,7 +34,7 @@ def until(condition: Callable[[], object], timeout_s: float = 20.0, every_s: flo
     while not condition():
         now = time.monotonic()
         assert now < deadline, f"not within {timeout_s} s"
-        time.sleep(max(every_s, 3 * (now - began)))
+        time.sleep(max(every_s, min(3 * (now - began), 0.1)))
         began = time.monotonic()
 
 
@@ -113,7 +113,7 @@ class TestNode:
         assert self.supervisor is not None
         self.supervisor.kill()
         self.wait_end()
-        until(lambda: not self.children(), 5)
+        until(lambda: not self.children())
 
     def wait_end(self, timeout_s: float = 20) -> int:
         assert self.supervisor is not None
@@ -136,7 +136,7 @@ class TestNode:
             self.supervisor.kill()
             self.supervisor.wait()
         self.close()
-        until(lambda: not self.children(), 5)
+        until(lambda: not self.children())
         arena.sweep(node_name(self.run_dir))
 
 

@@ -341,7 +341,7 @@ def test_what_a_dead_process_leaves_behind_is_reaped(node: TestNode) -> None:
     until(lambda: int(status.read_text().split("PPid:")[1].split()[0]) == node.supervisor_pid)
     node.wait_healthy()
     os.kill(orphan, signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{orphan}").exists(), 5)
+    until(lambda: not Path(f"/proc/{orphan}").exists())
     assert node.status().healthy
 
 
@@ -547,7 +547,7 @@ def test_a_start_waits_for_an_old_process_as_long_as_the_kernel_may_take(node: T
     node.behave("worker-1", "")
     os.kill(node.supervisor_pid, signal.SIGKILL)
     wait_end(node)
-    until(lambda: len(node.children()) == 1, 5)
+    until(lambda: len(node.children()) == 1)
     (late,) = node.children()
     try:
         assert holders(node.run_dir) == [late]
