@@ -59,6 +59,8 @@ class Readers:
             self.error = error
 
     def __enter__(self) -> Self:
+        # They last until a command has begun, however fast the machine; a start ends the fault.
+        self._node.inject("slow", "worker", ms=20)
         self._thread.start()
         assert self._accepted.wait(30)
         wait_for(lambda: self._node.running() >= 2, 30, "streams")
@@ -118,7 +120,7 @@ def test_what_falls_while_the_node_drains_loses_no_end(
     victims: tuple[str, ...],
     how: signal.Signals,
 ) -> None:
-    node = start_node(2, "--device", "null")
+    node = start_node(2, "--device", "null", "--inject")
     with Readers(node) as readers:
         late = Client(node.run_dir)
         down = start(["down", "--timeout", DRAIN_S], node)
@@ -155,7 +157,7 @@ def test_a_supervisor_that_dies_while_the_node_drains_is_told_of(
     start_node: Callable[..., Node], quiet: list[Result]
 ) -> None:
     """Nobody is left to answer: the command sweeps, and the streams go on with the next start."""
-    node = start_node(2, "--device", "null")
+    node = start_node(2, "--device", "null", "--inject")
     with Readers(node) as readers:
         down = start(["down", "--timeout", 30], node)
         wait_for(lambda: node.process("supervisor").state == "draining", 20, "draining")  # type: ignore[union-attr]
@@ -178,7 +180,7 @@ def test_a_supervisor_that_dies_while_the_node_drains_is_told_of(
 def test_a_node_that_is_told_to_stop_in_the_middle_of_a_change(
     start_node: Callable[..., Node], quiet: list[Result], change: tuple[Any, ...], later_s: float
 ) -> None:
-    node = start_node(2, "--device", "null")
+    node = start_node(2, "--device", "null", "--inject")
     with Readers(node) as readers:
         changing = start(list(change), node)
         wait_for(lambda: bool(node.look().change) or changing.poll() is not None, 20, "the change")

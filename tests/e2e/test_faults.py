@@ -53,7 +53,7 @@ def test_a_killed_process_changes_no_token(
     three: Node, requests: list[dict[str, Any]], fault_free: Any, victim: str
 ) -> None:
     pids = three.pids()
-    epoch = three.status()["epoch"]
+    known = len(three.look().epochs)
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(tokens(three.generate(requests))))
     thread.start()
@@ -66,8 +66,10 @@ def test_a_killed_process_changes_no_token(
     assert now[victim] != pids[victim]
     survivors = {name for name in pids if name != victim}
     assert {name: now[name] for name in survivors} == {name: pids[name] for name in survivors}
-    moved = three.status()["epoch"] - epoch
-    assert moved == (4 if victim.startswith("worker") else 0), "a loss and a rejoin, or nothing"
+    # Not the epochs: where a step takes long, what joins needs one more (`supervisor/group.py`).
+    causes = [record.cause for record in three.look().epochs[known:]]
+    changes = [f"{victim} died", f"{victim} joined"] if victim.startswith("worker") else []
+    assert causes == changes, "a loss and a rejoin, or nothing"
     assert_whole(three)
 
 
