@@ -74,6 +74,8 @@ RESTART_WINDOW_MS = 60_000
 RESTART_DELAY_MS = 100  # before the second restart within the window; doubles with each further one
 RESTART_DELAY_MS_MAX = 5_000
 RESTART_SERVED_MS = 5_000  # ready for so long: whatever ended it, it is not its start
+# The longest pause before a rank joins again whose workers fell one after the other while they joined.
+REJOIN_MS_MAX = 600_000
 NEWCOMER_STARTS = 3  # of a process that a scale or a restart waits for; then that has failed
 # While shared memory is full a process is started again and again, however often: nothing else is wrong
 # with it. The first pause, doubled each time, and the longest.

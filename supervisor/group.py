@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from phalanx.protocol.limits import GO_ACK_MS, STEP_END_MS, STOP_ACK_MS
+from phalanx.protocol.limits import (
+    GO_ACK_MS,
+    REJOIN_MS_MAX,
+    RESTART_SERVED_MS,
+    STEP_END_MS,
+    STOP_ACK_MS,
+)
 from phalanx.protocol.messages import EpochRecord
 from phalanx.protocol.patience import Patience
 from phalanx.protocol.placement import Placement
@@ -78,6 +84,16 @@ class SeatRecord:
     # than the group.
     kept_out: bool = False
     note: str = ""  # why it comes late, for people
+    # Since when its worker has been one of a group that runs; 0: it has not been yet.
+    member_ns: int = 0
+    # Of its workers in a row: how many fell while they joined, and how long the group stood for them in all.
+    fell_joining: int = 0
+    stood_ns: int = 0
+
+    @property
+    def stood(self) -> str:
+        fell = f"{self.fell_joining} of its workers in a row fell while they joined"
+        return f"{fell}, for which the group stood {self.stood_ns / 1e9:.2f} s"
 
     @property
     def joins(self) -> str:
@@ -119,7 +135,7 @@ class Group:
     def loading(self, seat: int, incarnation: int) -> None:
         record = self.seats[seat]
         record.incarnation, record.state, record.leaving = incarnation, "loading", False
-        record.note, record.kept_out = "", False
+        record.note, record.kept_out, record.member_ns = "", False, 0
 
     def has_room(self, seat: int, expert_slots: int) -> None:
         """What the seat's worker said of itself."""
@@ -152,7 +168,13 @@ class Group:
 
     def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
         """The seat's worker is dead or will be killed: it is in no later group."""
-        self.seats[seat].state = "lost"
+        record = self.seats[seat]
+        record.state = "lost"
+        if record.member_ns and now_ns - record.member_ns >= RESTART_SERVED_MS * _MS:
+            record.fell_joining = record.stood_ns = 0
+        elif seat in self.members and not record.member_ns and self.change is not None:
+            record.fell_joining += 1
+            record.stood_ns += now_ns - self.change.published_ns
         if (
             self.members.pop(seat, None) is None
         ):  # it was not in the group yet; perhaps nobody waits for it any more
@@ -163,6 +185,16 @@ class Group:
             self.change.causes.append(cause)
             return self._advance(now_ns)
         return self._stop(cause, detected_ms, now_ns)  # its peers' steps will not come to an end
+
+    def pause_ns(self, seat: int) -> int:
+        """How long its next worker shall wait, since several in a row fell while they joined: whoever joins stops all
+        streams for a moment, and one that hangs then for as long as it is waited for. Twice as long as the group has
+        stood for them, then four times, and so on. 0: it comes at once."""
+        record = self.seats[seat]
+        if record.fell_joining < 2 or self.phase is GroupPhase.STOPPED or not self.members:
+            return 0
+        doublings = min(record.fell_joining - 1, 16)
+        return min(record.stood_ns << doublings, REJOIN_MS_MAX * _MS)
 
     def refused(self, seat: int) -> list[Action]:
         """Its worker is lost, and the next one comes when somebody has done something about it, if at all."""
@@ -336,6 +368,8 @@ class Group:
             round((now_ns - change.published_ns) / _MS, 3),
         )
         self.records = [*self.records[-RECORDS_MAX + 1 :], record]
+        for seat in self.members:
+            self.seats[seat].member_ns = self.seats[seat].member_ns or now_ns
         actions: list[Action] = [
             SetEpoch(self.epoch, self._awake()),
             Tell("go", text=f"epoch {self.epoch}: seats {list(self.members)}, {resumed_ms:.1f} ms"),

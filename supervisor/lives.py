@@ -37,9 +37,15 @@ class Lives:
     def spawn_due(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
         for process in self._core.processes.values():
-            if process.stage is Stage.WAITING and now_ns >= process.due_ns:
+            due_ns = max(process.due_ns, self._put_off_until_ns(process))
+            if process.stage is Stage.WAITING and now_ns >= due_ns:
                 actions += self.spawn(process, now_ns)
         return actions
+
+    def _put_off_until_ns(self, process: Process) -> int:
+        """0: it is not, or the others cannot do without it any more."""
+        pause_ns = self._core.group.pause_ns(process.spec.seat) if process.put_off_ns else 0
+        return process.put_off_ns + pause_ns if pause_ns else 0
 
     def spawn(self, process: Process, now_ns: int) -> list[Action]:
         process.incarnation += 1
@@ -48,7 +54,7 @@ class Lives:
         process.trouble = "", now_ns
         process.policy.ready_ns = 0
         process.awaits = process.awaited_ns = 0
-        process.pid = process.beat_ns = process.progress = process.kill_ns = 0
+        process.pid = process.beat_ns = process.progress = process.kill_ns = process.put_off_ns = 0
         process.drains = False
         process.detail, process.step, process.fraction = "starting", ("start", now_ns), -1.0
         spec = process.spec
@@ -214,6 +220,16 @@ class Lives:
             if spec.kind == "worker":  # what fits only there does not wait for it any more
                 actions += self._core.group.refused(spec.seat)
         process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
+        if spec.kind == "worker":
+            pause_ns, process.put_off_ns = self._core.group.pause_ns(spec.seat), now_ns
+            if pause_ns > RESTART_DELAY_MS_MAX * _MS:
+                actions += self._core.group.refused(spec.seat)
+            if pause_ns > delay_ns:
+                delay_ns = pause_ns
+                others = f", since {self._core.group.seats[spec.seat].stood}"
+                process.detail = (
+                    f"{why}; the next start is put off by {pause_ns / 1e9:.1f} s{others}"
+                )
         wait = f"after {delay_ns / _MS:g} ms" if delay_ns else "at once"
         history.decided(name, f"restart {wait}{others}")
         return actions + (self.spawn(process, now_ns) if delay_ns == 0 else [])

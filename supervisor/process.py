@@ -44,6 +44,8 @@ class Process:
     incarnation: int = 0
     pid: int = 0
     due_ns: int = 0  # WAITING: when to spawn
+    # WAITING: it ended then, and waits beyond `due_ns` while the group says so; 0: it does not (`Group.pause_ns`).
+    put_off_ns: int = 0
     phase: ProcessPhase = ProcessPhase.NONE
     beat_ns: int = 0
     progress: int = 0
@@ -97,7 +99,7 @@ class Process:
 
     def start_anew(self, now_ns: int) -> None:
         """It is to be started now, and what ended it does not count."""
-        self.stage, self.due_ns, self.kill_ns = Stage.WAITING, now_ns, 0
+        self.stage, self.due_ns, self.kill_ns, self.put_off_ns = Stage.WAITING, now_ns, 0, 0
         self.leaving = self.in_hand = False
         self.asked_starts += self.incarnation > 0
 

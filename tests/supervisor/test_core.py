@@ -529,6 +529,62 @@ def test_so_is_one_whose_ranks_cannot_hold_all_experts_without_it() -> None:
     assert story.core.code == ExitCode.BAD_INPUT
 
 
+def falls_joining(story: Story, stands_ms: int) -> float:
+    """Rank 2 is ready, and falls in the middle of its GO. Returns after how many seconds the next one is started."""
+    worker = story.core.workers[2]
+    story.ready("worker-2").acks(stop=story.epoch, seats=(0, 1))
+    story.acks(go=story.epoch + 1, seats=(0, 1)).wait(stands_ms)
+    assert story.core.group.phase is GroupPhase.GOING
+    died_ns, before = story.now_ns, worker.incarnation
+    story.dies("worker-2").acks(stop=story.epoch, seats=(0, 1))
+    story.acks(go=story.epoch + 1, seats=(0, 1))
+    assert story.core.group.phase is GroupPhase.RUNNING
+    while worker.incarnation == before:
+        story.wait(100)
+    return (story.now_ns - died_ns) / 1e9
+
+
+def without_rank_2() -> Story:
+    story = running().dies("worker-2").acks(stop=3, seats=(0, 1)).acks(go=4, seats=(0, 1))
+    return story.wait(1000)
+
+
+def test_a_rank_that_falls_each_time_it_joins_stops_the_others_ever_less_often() -> None:
+    """Its device cannot be reached by its peers, say: each of its joins was a stop of all streams, one after another."""
+    story = without_rank_2()
+    assert [falls_joining(story, 200) for _ in range(4)] == [0.1, 0.8, 2.4, 6.4]
+    assert [falls_joining(story, GO_ACK_MS - 100) for _ in range(3)] == [331.2, 600, 600]
+    assert not story.core.failed
+    worker = story.core.workers[2]
+    # It joins after all, and serves: what comes later is as if nothing had been.
+    story.ready("worker-2").acks(stop=story.epoch).acks(go=story.epoch + 1).wait(RESTART_SERVED_MS)
+    story.dies("worker-2").acks(stop=story.epoch, seats=(0, 1))
+    story.acks(go=story.epoch + 1, seats=(0, 1))
+    assert worker.stage is Stage.STARTING
+    assert falls_joining(story, 200) == 0.1
+
+
+def test_who_falls_when_it_joins_is_there_at_once_when_the_others_cannot_do_without_it() -> None:
+    story = without_rank_2()
+    for _ in range(2):
+        falls_joining(story, GO_ACK_MS - 100)
+    story.ready("worker-2").dies("worker-2").acks(stop=story.epoch, seats=(0, 1))
+    story.acks(go=story.epoch + 1, seats=(0, 1))
+    worker = story.core.workers[2]
+    assert worker.stage is Stage.WAITING and kept_out(story) == [2]
+    assert "the next start is put off by 79.6 s, since 2 of its workers in a row" in worker.detail
+    story.dies("worker-0").dies("worker-1").wait(100)
+    assert worker.stage is Stage.STARTING
+
+
+def test_an_operator_starts_it_when_he_likes() -> None:
+    story = without_rank_2()
+    for _ in range(2):
+        falls_joining(story, GO_ACK_MS - 100)
+    story.dies("worker-2").feed(ChangeAsked(b"me", Restart(7, ("worker-2",), 60.0))).wait(100)
+    assert story.core.workers[2].stage is Stage.STARTING
+
+
 NO_SPACE = "no room: /dev/shm has 3 MiB free, arena x needs 9 MiB"
 
 
