@@ -6,12 +6,14 @@ is added here: `n`, cached tokens, and that the token which ends a turn is no te
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import deepseek_recipe as recipe
 import msgspec
+from tokenizers import Tokenizer
 
 from phalanx.protocol.limits import SEED_MAX
 from phalanx.protocol.messages import Delta, Final, PromptLogprob, TokenLogprobs, Usage
@@ -19,6 +21,7 @@ from phalanx.services.client_flow import Spec
 from phalanx.services.http.errors import HttpError, anthropic_body, bad, openai_body
 from phalanx.services.http.replies import LOGPROB_MIN, SSE, Asked, Started, check_end
 from phalanx.services.http.sampling import refuse_fields, sampling, whole
+from phalanx.services.model_limits import ModelLimits
 from phalanx.services.template import RECIPE_MODEL, split
 
 _FINISH = {
@@ -29,6 +32,7 @@ _OPTIONS = recipe.ConversionOptions()
 _ENCODING = recipe.DeepseekV41Encoding()
 # A constraint of the kinds below would bind every token. Tool calls are parsed, not forced.
 _CONSTRAINTS = ("json", "regex")
+_BROKEN = 8  # tokens; those of one character are four at most
 
 
 Pair = tuple[float, list[tuple[int, float]]]  # log-probability, and those of the likeliest tokens
@@ -61,7 +65,18 @@ class Model:
     name: str
     eos_token_id: int
     max_positions: int
-    tokenizer: Any  # recipe.Tokenizer
+    speller: Any  # recipe.Tokenizer
+    decode: Callable[[list[int]], str]  # the same tokenizer, special tokens included
+
+
+def model_of(limits: ModelLimits, tokenizer: Tokenizer) -> Model:
+    return Model(
+        limits.name,
+        limits.eos_token_id,
+        limits.max_positions,
+        recipe.Tokenizer.from_str(tokenizer.to_str()),
+        partial(tokenizer.decode, skip_special_tokens=False),
+    )
 
 
 def ask(api: Api, body: dict[str, Any], model: Model) -> Asked:
@@ -164,7 +179,7 @@ class RecipeReply:
                 echo, tools = self._more
                 generator = generator.with_namespace_tool_map(tools).with_echo(echo)
             options = self._converted.parsing_options
-            processor = recipe.StreamProcessor(generator, options, self._model.tokenizer)
+            processor = recipe.StreamProcessor(generator, options, self._model.speller)
             self._processors.append(processor)
             self._responses.append(
                 api.response(self._id, self._model.name, self._created, first.prompt_tokens, 0)
@@ -209,9 +224,22 @@ class RecipeReply:
     def _tokens(self, index: int, ids: list[int], pairs: list[Pair]) -> list[Any]:
         if not ids or self._processors[index].finished:
             return []
-        chunk = recipe.InferenceChunk.tokens(ids, pairs or None)
-        chunks: list[Any] = self._processors[index].push(chunk)
+        # The processor keeps what it is pushed until its text ends with a whole character, and drops that at the end:
+        # only tokens of the last, broken character may be there then, however they came.
+        end = self._whole(ids)
+        parts = [slice(at, at + 1) for at in range(end, len(ids))]
+        chunks: list[Any] = []
+        for part in [slice(end), *parts] if end else parts:
+            chunk = recipe.InferenceChunk.tokens(ids[part], pairs[part] or None)
+            chunks += self._processors[index].push(chunk)
         return chunks
+
+    def _whole(self, ids: list[int]) -> int:
+        """How many of these tokens come before the end of the last whole character."""
+        for end in range(len(ids), 0, -1):
+            if not self._model.decode(ids[max(0, end - _BROKEN) : end]).endswith("\ufffd"):
+                return end
+        return 0
 
     def _said(self, index: int, chunks: Sequence[Any]) -> list[SSE]:
         if not self._stream:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import deepseek_recipe
 import uvicorn
 
 from phalanx.protocol.codec import Decoder
@@ -27,7 +26,7 @@ from phalanx.services.http.counts import Counts
 from phalanx.services.http.gate import Gate
 from phalanx.services.http.keys import Keys, read_keys
 from phalanx.services.http.quotas import Door, Quota
-from phalanx.services.http.recipe import Model
+from phalanx.services.http.recipe import model_of
 from phalanx.services.http.tokens import Tokens
 from phalanx.services.model_limits import read_model
 
@@ -55,8 +54,7 @@ class Web:
         model_dir = Path(service.config.model_dir)
         limits = read_model(model_dir, service.config.model)
         self._tokens = Tokens(model_dir)
-        speller = deepseek_recipe.Tokenizer.from_str(self._tokens.tokenizer.to_str())
-        self._model = Model(limits.name, limits.eos_token_id, limits.max_positions, speller)
+        self._model = model_of(limits, self._tokens.tokenizer)
         default = Quota(self._config.key_running, self._config.key_waiting)
         path = self._config.keys_file
         self._keys = read_keys(Path(path), default) if path else Keys({}, {})

@@ -67,15 +67,12 @@ class Conversation:
         options: dict[str, Any],
     ) -> None:
         # Loaded here: other commands need neither the tokenizer nor the recipe.
-        import deepseek_recipe
-
-        from phalanx.services.http.recipe import Model
+        from phalanx.services.http.recipe import model_of
         from phalanx.services.model_limits import read_model
         from phalanx.services.tokenizer.core import load_tokenizer
 
         limits = read_model(config.model_path, config.model)
-        speller = deepseek_recipe.Tokenizer.from_str(load_tokenizer(config.model_path).to_str())
-        self._model = Model(limits.name, limits.eos_token_id, limits.max_positions, speller)
+        self._model = model_of(limits, load_tokenizer(config.model_path))
         self._client, self._system, self._think = client, system, think
         self._options = {name: value for name, value in options.items() if value is not None}
         self._turns: list[dict[str, str]] = []

@@ -43,7 +43,7 @@ def post(path: str, content: Any, headers: dict[str, str] | None = None) -> http
         nobody,
         Gate(door),
         Keys({}, {}),
-        recipe.Model("m", 1, 8192, nobody),
+        recipe.Model("m", 1, 8192, nobody, nobody),
         TOKENS,
         cast(Logger, structlog.get_logger()),
         Path("/nowhere"),

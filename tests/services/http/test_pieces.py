@@ -1,0 +1,81 @@
+"""The text of a reply is that of its tokens, in whatever pieces they come: what a fault does to the pieces, say."""
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from services.http.test_bodies import TOKENS
+
+from phalanx.protocol.messages import Delta, Final, TokenLogprobs, Usage
+from phalanx.services.http import recipe
+from phalanx.services.http.replies import Started
+from phalanx.services.model_limits import ModelLimits
+
+MODEL = recipe.model_of(ModelLimits("m", 1, 8192, 2048), TOKENS.tokenizer)
+ASKED = {"messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 99}
+TEXTS = ("Grüße, 世界! 👩\u200d🚀 ты", "no more than ASCII", "世", "👩\u200d🚀" * 3)
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TOKENS.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def broken() -> list[list[int]]:
+    """Texts that a limit ends in the middle of a character, and what is no text at all."""
+    rng = random.Random(5)
+    cut = [ids_of(text)[:-drop] for text in TEXTS for drop in (0, 1, 2) if ids_of(text)[:-drop]]
+    return [*cut, *([rng.randrange(10, 2000) for _ in range(9)] for _ in range(20))]
+
+
+def answer(api: recipe.Api, ids: list[int], cuts: list[int], stream: bool) -> tuple[str, int]:
+    """The text, and how many log-probabilities came with it."""
+    body = ASKED | {"stream": stream}
+    if api is recipe.RESPONSES:
+        body |= {"reasoning": {"effort": "none"}}
+    else:
+        body |= {"thinking": {"type": "disabled"}}
+    if api is recipe.CHAT:
+        body |= {"logprobs": True, "top_logprobs": 0}
+    reply = recipe.ask(api, body, MODEL).reply()
+    events = reply.begin([Started("r", 3)])
+    for start, end in pairwise([0, *cuts, len(ids)]):
+        scores = tuple(TokenLogprobs(-1.0, (), ()) for _ in ids[start:end])
+        scores = scores if api is recipe.CHAT else ()
+        events += reply.take(0, Delta("r", 0, start, tuple(ids[start:end]), "", scores))
+    events += reply.take(0, Final("r", 0, len(ids), "length", Usage(3, len(ids), 0)))
+    if not stream:
+        return texts(api, reply.document())
+    found = [texts(api, msgspec.json.decode(event.data)) for event in events]
+    return "".join(text for text, _ in found), sum(scores for _, scores in found)
+
+
+def texts(api: recipe.Api, said: dict[str, Any]) -> tuple[str, int]:
+    if api is recipe.CHAT:
+        (choice,) = said["choices"]
+        part = choice.get("message") or choice["delta"]
+        return part.get("content") or "", len((choice.get("logprobs") or {}).get("content") or ())
+    if api is recipe.MESSAGES:
+        part = said.get("delta") or next(iter(said.get("content", ())), {})
+        return part.get("text") or "", 0
+    if said.get("object") == "response":
+        return "".join(c["text"] for o in said["output"] for c in o.get("content", ())), 0
+    return said["delta"] if said["type"] == "response.output_text.delta" else "", 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("api", [recipe.CHAT, recipe.MESSAGES, recipe.RESPONSES])
+def test_text_does_not_depend_on_the_pieces_in_which_tokens_come(
+    api: recipe.Api, stream: bool
+) -> None:
+    """The whole last piece was missing where it ended in the middle of a character."""
+    rng = random.Random(7)
+    for ids in broken():
+        alone = answer(api, ids, list(range(1, len(ids))), stream)
+        assert alone[0] == MODEL.decode(ids).rstrip("\ufffd")
+        for _ in range(6):
+            cuts = sorted(rng.sample(range(1, len(ids)), rng.randrange(len(ids))))
+            assert answer(api, ids, cuts, stream) == alone, (ids, cuts)
+        assert answer(api, ids, [], stream) == alone, ids
