@@ -222,16 +222,16 @@ class RecipeReply:
         return self._tokens(index, ids, pairs)
 
     def _tokens(self, index: int, ids: list[int], pairs: list[Pair]) -> list[Any]:
-        if not ids or self._processors[index].finished:
-            return []
         # The processor keeps what it is pushed until its text ends with a whole character, and drops that at the end:
         # only tokens of the last, broken character may be there then, however they came.
         end = self._whole(ids)
-        parts = [slice(at, at + 1) for at in range(end, len(ids))]
+        parts = [slice(end)] * (end > 0) + [slice(at, at + 1) for at in range(end, len(ids))]
+        processor = self._processors[index]
         chunks: list[Any] = []
-        for part in [slice(end), *parts] if end else parts:
-            chunk = recipe.InferenceChunk.tokens(ids[part], pairs[part] or None)
-            chunks += self._processors[index].push(chunk)
+        for part in parts:
+            if processor.finished:  # it has seen a stop string
+                break
+            chunks += processor.push(recipe.InferenceChunk.tokens(ids[part], pairs[part] or None))
         return chunks
 
     def _whole(self, ids: list[int]) -> int:

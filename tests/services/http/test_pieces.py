@@ -79,3 +79,13 @@ def test_text_does_not_depend_on_the_pieces_in_which_tokens_come(
             cuts = sorted(rng.sample(range(1, len(ids)), rng.randrange(len(ids))))
             assert answer(api, ids, cuts, stream) == alone, (ids, cuts)
         assert answer(api, ids, [], stream) == alone, ids
+
+
+def test_what_comes_after_a_stop_string_in_the_same_piece_is_no_text() -> None:
+    ids = ids_of("one two 👩\u200d🚀")[:-1]
+    body = ASKED | {"stop": ["two"], "thinking": {"type": "disabled"}}
+    reply = recipe.ask(recipe.CHAT, body, MODEL).reply()
+    reply.begin([Started("r", 3)])
+    reply.take(0, Delta("r", 0, 0, tuple(ids), ""))
+    reply.take(0, Final("r", 0, len(ids), "stop", Usage(3, len(ids), 0)))
+    assert texts(recipe.CHAT, reply.document())[0] == "one "
