@@ -225,13 +225,14 @@ class RecipeReply:
         # The processor keeps what it is pushed until its text ends with a whole character, and drops that at the end:
         # only tokens of the last, broken character may be there then, however they came.
         end = self._whole(ids)
-        parts = [slice(end)] * (end > 0) + [slice(at, at + 1) for at in range(end, len(ids))]
+        parts = [(0, end)] * (end > 0) + [(at, at + 1) for at in range(end, len(ids))]
         processor = self._processors[index]
         chunks: list[Any] = []
-        for part in parts:
+        for at, to in parts:
             if processor.finished:  # it has seen a stop string
                 break
-            chunks += processor.push(recipe.InferenceChunk.tokens(ids[part], pairs[part] or None))
+            chunk = recipe.InferenceChunk.tokens(ids[at:to], pairs[at:to] or None)
+            chunks += processor.push(chunk)
         return chunks
 
     def _whole(self, ids: list[int]) -> int:
