@@ -158,6 +158,7 @@ class RecipeReply:
     ) -> None:
         self._api, self._converted, self._model, self._n = api, converted, model, n
         self._stream, self._include_usage, self._more = stream, include_usage, more
+        self._has_stops = bool(converted.parsing_options.stop_sequences)
         self._created = int(time.time())
         self._id = ""
         self._processors: list[Any] = []
@@ -224,7 +225,9 @@ class RecipeReply:
     def _tokens(self, index: int, ids: list[int], pairs: list[Pair]) -> list[Any]:
         # The processor keeps what it is pushed until its text ends with a whole character, and drops that at the end:
         # only tokens of the last, broken character may be there then, however they came.
-        end = self._whole(ids)
+        # Of a piece in which text gives way to a tool call, log-probabilities stay or go together, and of one in which
+        # a stop string ends all tokens count: so tokens come alone where there may be either.
+        end = 0 if pairs or self._has_stops else self._whole(ids)
         parts = [(0, end)] * (end > 0) + [(at, at + 1) for at in range(end, len(ids))]
         processor = self._processors[index]
         chunks: list[Any] = []

@@ -89,3 +89,48 @@ def test_what_comes_after_a_stop_string_in_the_same_piece_is_no_text() -> None:
     reply.take(0, Delta("r", 0, 0, tuple(ids), ""))
     reply.take(0, Final("r", 0, len(ids), "stop", Usage(3, len(ids), 0)))
     assert texts(recipe.CHAT, reply.document())[0] == "one "
+
+
+TOOL = {"name": "weather", "parameters": {"type": "object"}}
+CALL = (
+    'Let me see.<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜tool_calls>"
+)
+
+
+def whole(api: recipe.Api, ids: list[int], body: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
+    """The document, with a log-probability of each token if asked for."""
+    asked = recipe.ask(api, ASKED | body, MODEL)
+    reply = asked.reply()
+    reply.begin([Started("r", 3)])
+    scores = [TokenLogprobs(-float(at), (), ()) for at in range(len(ids))]
+    for start, end in pairwise([0, *cuts, len(ids)]):
+        told = scores[start:end] if asked.specs[0].sampling.logprobs is not None else ()
+        reply.take(0, Delta("r", 0, start, tuple(ids[start:end]), "", tuple(told)))
+    reply.take(0, Final("r", 0, len(ids), "length", Usage(3, len(ids), 0)))
+    return reply.document() | {"created": 0, "created_at": 0}
+
+
+def test_log_probabilities_do_not_depend_on_the_pieces() -> None:
+    """With the last token of the text came those of the markup of a tool call, if they came together."""
+    ids = ids_of(CALL)
+    plain = {"thinking": {"type": "disabled"}, "logprobs": True}
+    body = plain | {"tools": [{"type": "function", "function": TOOL}]}
+    alone = whole(recipe.CHAT, ids, body, list(range(1, len(ids))))["choices"][0]
+    del alone["message"]["tool_calls"][0]["id"]
+    assert len(alone["logprobs"]["content"]) == len(ids_of(CALL.partition("<")[0]))
+    for cut in range(1, len(ids)):
+        (choice,) = whole(recipe.CHAT, ids, body, [cut])["choices"]
+        del choice["message"]["tool_calls"][0]["id"]
+        assert choice == alone, cut
+
+
+def test_usage_does_not_depend_on_the_pieces_after_a_stop_string() -> None:
+    """One that the gateway lets pass, as its text is that of a special token."""
+    ids = [*ids_of("one"), MODEL.eos_token_id, *ids_of("two three")]
+    stop = MODEL.decode([MODEL.eos_token_id])
+    body = {"thinking": {"type": "disabled"}, "stop_sequences": [stop]}
+    alone = whole(recipe.MESSAGES, ids, body, list(range(1, len(ids))))
+    assert alone["stop_sequence"] == stop
+    assert whole(recipe.MESSAGES, ids, body, []) == alone
