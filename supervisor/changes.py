@@ -395,6 +395,8 @@ class Changes:
             return []
         change.since_ns, change.incarnation = now_ns, process.incarnation
         process.in_hand = process.stage is not Stage.WAITING
+        if process.spec.kind == "worker":
+            self._core.group.forgive(process.spec.seat)
         if process.stage is Stage.WAITING:  # its next start was put off after many deaths
             process.start_anew(now_ns)
         actions: list[Action] = [Tell("restarting", process.spec.name)]

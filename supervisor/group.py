@@ -89,6 +89,7 @@ class SeatRecord:
     # Of its workers in a row: how many fell while they joined, and how long the group stood for them in all.
     fell_joining: int = 0
     stood_ns: int = 0
+    last_fell_joining: bool = False  # the last of all
 
     @property
     def stood(self) -> str:
@@ -169,10 +170,13 @@ class Group:
     def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
         """The seat's worker is dead or will be killed: it is in no later group."""
         record = self.seats[seat]
-        record.state = "lost"
+        record.last_fell_joining, record.state = record.state == "joining", "lost"
         if record.member_ns and now_ns - record.member_ns >= RESTART_SERVED_MS * _MS:
-            record.fell_joining = record.stood_ns = 0
-        elif seat in self.members and not record.member_ns and self.change is not None:
+            self.forgive(seat)
+        elif self.phase is GroupPhase.GOING and seat in self.members and not record.member_ns:
+            # Who falls later in the same change may fall with this one, and is not to blame.
+            assert self.change is not None
+            record.last_fell_joining = True
             record.fell_joining += 1
             record.stood_ns += now_ns - self.change.published_ns
         if (
@@ -191,10 +195,15 @@ class Group:
         streams for a moment, and one that hangs then for as long as it is waited for. Twice as long as the group has
         stood for them, then four times, and so on. 0: it comes at once."""
         record = self.seats[seat]
-        if record.fell_joining < 2 or self.phase is GroupPhase.STOPPED or not self.members:
+        again = record.last_fell_joining and record.fell_joining > 1
+        if not again or self.phase is GroupPhase.STOPPED or not self.members:
             return 0
         doublings = min(record.fell_joining - 1, 16)
         return min(record.stood_ns << doublings, REJOIN_MS_MAX * _MS)
+
+    def forgive(self, seat: int) -> None:
+        """Its workers that fell while they joined do not count any more."""
+        self.seats[seat].fell_joining = self.seats[seat].stood_ns = 0
 
     def refused(self, seat: int) -> list[Action]:
         """Its worker is lost, and the next one comes when somebody has done something about it, if at all."""

@@ -221,7 +221,9 @@ class Lives:
                 actions += self._core.group.refused(spec.seat)
         process.stage, process.due_ns = Stage.WAITING, now_ns + delay_ns
         if spec.kind == "worker":
-            pause_ns, process.put_off_ns = self._core.group.pause_ns(spec.seat), now_ns
+            # Of a node that has never been whole nobody is disturbed, and somebody waits for what comes of it.
+            pause_ns = self._core.group.pause_ns(spec.seat) if self._core.ready_s >= 0 else 0
+            process.put_off_ns = now_ns if pause_ns else 0
             if pause_ns > RESTART_DELAY_MS_MAX * _MS:
                 actions += self._core.group.refused(spec.seat)
             if pause_ns > delay_ns:

@@ -581,7 +581,9 @@ def test_an_operator_starts_it_when_he_likes() -> None:
     story = without_rank_2()
     for _ in range(2):
         falls_joining(story, GO_ACK_MS - 100)
-    story.dies("worker-2").feed(ChangeAsked(b"me", Restart(7, ("worker-2",), 60.0))).wait(100)
+    story.ready("worker-2").dies("worker-2").acks(stop=story.epoch, seats=(0, 1))
+    story.acks(go=story.epoch + 1, seats=(0, 1))
+    story.feed(ChangeAsked(b"me", Restart(7, ("worker-2",), 60.0))).wait(100)
     assert story.core.workers[2].stage is Stage.STARTING
 
 
