@@ -29,6 +29,7 @@ from phalanx.protocol.messages import (
 )
 from phalanx.protocol.prompt_logprobs import entries, record_bytes
 from phalanx.protocol.seeds import derive_seed
+from phalanx.services.early_ends import is_own
 from phalanx.services.gateway.entries import Entry, Fell, Note, Placed, Produced, Scored
 from phalanx.services.gateway.stops import StopScanner
 
@@ -215,7 +216,7 @@ class Stream:
     def continues(self, count: int, digest: bytes) -> bool | None:
         """Whether the `count` tokens with this digest are its beginning; None: not known yet."""
         final = self.final
-        if final is not None and final.finish_reason in ("stop", "length") and final.offset < count:
+        if final is not None and is_own(final) and final.offset < count:
             return False
         if len(self.tokens) >= count:
             return self.digest(count) == digest

@@ -19,6 +19,7 @@ from phalanx.protocol.messages import (
     Done,
     Error,
     Final,
+    FinishReason,
     Generate,
     Health,
     HealthReply,
@@ -111,6 +112,21 @@ def test_an_early_end_is_where_its_reader_is() -> None:
     assert (sequence.final.offset, sequence.final.usage) == (2, Usage(2, 2))
     assert sequence.final.digest == b"" and flow.results()[0].token_ids == (5, 6)
     line.hears(end)  # the same once more
+    assert not line.core.ended.counts
+
+
+@pytest.mark.parametrize("reason", ["error", "length"])
+def test_what_an_early_end_owed_is_no_text_of_another_place(reason: FinishReason) -> None:
+    """It was put behind tokens that it does not belong to; and an end for want of room is an early one."""
+    line = Line()
+    flow = line.start()
+    line.accept(flow)
+    line.hears(delta(0, 5, 6))
+    end = Final("r", 0, 1, reason, Usage(2, 1), "\ufffd", Code.KV_PRESSURE, "the pool is full")
+    line.hears(end)
+    (result,) = flow.results()
+    assert (result.token_ids, result.text, result.usage) == ((5, 6), "[5][6]", Usage(2, 2))
+    line.hears(end)
     assert not line.core.ended.counts
 
 

@@ -86,6 +86,19 @@ def test_after_the_loss_of_the_node_a_stream_goes_on_where_the_client_is() -> No
     assert final.digest == tokens_digest(0, (10, 11, 12, 13))
 
 
+def test_an_end_for_want_of_room_is_no_other_stream() -> None:
+    """Made again, it came less far than its reader had got, who was told that his tokens were those of another one."""
+    desk = restarted(Recovered(entry()))
+    desk.asks(Attach(1, R, (2,), (tokens_digest(0, (10, 11)),)))
+    ((seat, submit),) = desk.submits()
+    desk.produces(seat, submit, 0, 10, finish="length", code=Code.KV_PRESSURE, error="full")
+    desk.decodes()
+    told = desk.told()
+    (final,) = finals(told)
+    assert (final.finish_reason, final.code, final.offset) == ("length", Code.KV_PRESSURE, 2)
+    assert final.usage == Usage(1, 2) and not tokens(told) and not texts(told)
+
+
 def test_another_stream_is_not_spliced_to_what_the_client_has() -> None:
     desk = restarted(Recovered(entry()))
     desk.asks(Attach(1, R, (2,), (tokens_digest(0, (10, 99)),)))
