@@ -107,7 +107,7 @@ class Stream:
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
-        """As far as received, with `prompt_logprobs` asked for: whole before the first Delta."""
+        """As far as received, with `prompt_logprobs` asked for: whole before the first Delta of index 0."""
         return tuple(self._flow.prompt_logprobs)
 
     def abort(self) -> None:

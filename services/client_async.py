@@ -103,8 +103,13 @@ class AsyncStream:
 
     @property
     def prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
-        """As far as received, with `prompt_logprobs` asked for: whole before the first Delta."""
+        """As far as received, with `prompt_logprobs` asked for: whole before the first Delta of index 0."""
         return tuple(self._flow.prompt_logprobs)
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """`prompt_logprobs` were asked for and are not whole."""
+        return self._flow.lacks_prompt
 
     def abort(self) -> None:
         """End the request; go on iterating to see its finals. Legal at any time, twice, and late."""

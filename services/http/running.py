@@ -1,7 +1,7 @@
 """A request on its way through the node: streams merged, the reply written, everything let go at the end."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from phalanx.protocol.errors import PhalanxError
@@ -10,7 +10,7 @@ from phalanx.services.client_async import AsyncClient, AsyncStream
 from phalanx.services.client_flow import Spec
 from phalanx.services.http import errors
 from phalanx.services.http.counts import Counted
-from phalanx.services.http.replies import Reply, Started, joined
+from phalanx.services.http.replies import SSE, Reply, Started, check_end, joined
 
 _KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -43,9 +43,10 @@ class Running:
         for stream in self._streams:
             stream.abort()
 
-    def scores(self, prompt: int) -> tuple[PromptLogprob | None, ...]:
-        """Of the prompt's tokens, whole once its first event is there; empty unless asked for."""
-        return self._streams[prompt].prompt_logprobs
+    def scores(self, prompt: int) -> tuple[PromptLogprob | None, ...] | None:
+        """Of the prompt's tokens; empty unless asked for, None while some are missing."""
+        stream = self._streams[prompt]
+        return None if stream.lacks_prompt else stream.prompt_logprobs
 
     async def batches(self, quiet_s: float) -> AsyncIterator[tuple[int, list[Delta | Final]]]:
         """(prompt, its new events); (-1, []) when nothing came for `quiet_s`. Raises PhalanxError."""
@@ -88,6 +89,33 @@ class Running:
                 task.cancel()
 
 
+class Telling:
+    """Tells a reply what came, the scores of a prompt first: they come with its sequence 0, and the others run at their
+    own pace, so what is theirs waits here."""
+
+    def __init__(
+        self, reply: Reply, scores: Callable[[int], Sequence[PromptLogprob | None] | None]
+    ) -> None:
+        self._reply, self._scores = reply, scores
+        self._begun = set[int]()
+        self._held: dict[int, list[Delta | Final]] = {}
+
+    def take(self, prompt: int, events: list[Delta | Final]) -> list[SSE]:
+        """Raises HttpError when a sequence ended badly."""
+        said: list[SSE] = []
+        if prompt not in self._begun:
+            for event in events:
+                if isinstance(event, Final):
+                    check_end(event)
+            events = self._held[prompt] = self._held.get(prompt, []) + events
+            if (scores := self._scores(prompt)) is None:
+                return []
+            self._begun.add(prompt)
+            del self._held[prompt]
+            said += self._reply.scored(prompt, scores) if scores else []
+        return said + [sse for one in joined(events) for sse in self._reply.take(prompt, one)]
+
+
 async def stream_of(
     running: Running,
     reply: Reply,
@@ -96,20 +124,15 @@ async def stream_of(
     counted: Counted,
 ) -> AsyncIterator[bytes]:
     """The reply as server-sent events. A pause of the node is bridged with comments."""
-    begun = set[int]()
+    telling = Telling(reply, running.scores)
     try:
         yield b"".join(event.encode() for event in reply.begin(started))
         async for prompt, events in running.batches(keep_alive_s):
             if not events:
                 yield _KEEP_ALIVE
                 continue
-            said = []
             counted.saw(events)
-            if prompt not in begun and (scores := running.scores(prompt)):
-                said += reply.scored(prompt, scores)
-            begun.add(prompt)
-            said += [sse for event in joined(events) for sse in reply.take(prompt, event)]
-            if said:
+            if said := telling.take(prompt, events):
                 yield b"".join(event.encode() for event in said)
         yield b"".join(event.encode() for event in reply.end())
     except PhalanxError as error:
@@ -126,14 +149,11 @@ async def document_of(
     """The whole reply. Raises HttpError."""
     try:
         reply.begin(started)
-        begun = set[int]()
+        telling = Telling(reply, running.scores)
         async for prompt, events in running.batches(3600.0):
-            if events and prompt not in begun and (scores := running.scores(prompt)):
-                reply.scored(prompt, scores)
-            begun.add(prompt)
-            counted.saw(events)
-            for event in joined(events):
-                reply.take(prompt, event)
+            if events:
+                counted.saw(events)
+                telling.take(prompt, events)
         return reply.document()
     except PhalanxError as error:
         raise errors.of(error) from error
