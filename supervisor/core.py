@@ -281,10 +281,11 @@ class SupervisorCore:
             worker.awaited_ns = (worker.awaited_ns or now_ns) if seat in late else 0
 
     def _find_idle(self, now_ns: int) -> list[Action]:
-        """A rank that lives and does not come, of several the one that is waited for longest: when it is gone
-        the others go on."""
+        """A rank that lives and does not come, of several the one that is waited for longest, of those who wait in a
+        circle the one that joined last: when it is gone the others go on."""
         idle = [worker for worker in self.workers.values() if worker.idle_while_awaited(now_ns)]
-        for worker in sorted(idle, key=lambda worker: worker.awaited_ns)[:1]:
+        seats = self.group.seats
+        for worker in sorted(idle, key=lambda w: (w.awaited_ns, -seats[w.spec.seat].member_ns))[:1]:
             why = worker.idle_while_awaited(now_ns)
             return self.lives.lose(worker, why, "progress", worker.awaited_ns, now_ns)
         return []

@@ -86,7 +86,8 @@ class SeatRecord:
     note: str = ""  # why it comes late, for people
     # Since when its worker has been one of a group that runs; 0: it has not been yet.
     member_ns: int = 0
-    # Of its workers in a row: how many fell while they joined, and how long the group stood for them in all.
+    # Of its workers in a row: how many fell while they joined, or hung in their first seconds as members, and how long
+    # the group stood for them in all.
     fell_joining: int = 0
     stood_ns: int = 0
     last_fell_joining: bool = False  # the last of all
@@ -167,18 +168,23 @@ class Group:
             self.change.causes.append(record.joins)
         return []  # STOPPING takes it along; after GOING comes its turn
 
-    def lost(self, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
-        """The seat's worker is dead or will be killed: it is in no later group."""
+    def lost(
+        self, seat: int, cause: str, detected_ms: float, now_ns: int, stuck_ns: int = 0
+    ) -> list[Action]:
+        """The seat's worker is dead or will be killed: it is in no later group. `stuck_ns`: since when its peers
+        waited for it in vain; 0: they did not."""
         record = self.seats[seat]
         record.last_fell_joining, record.state = record.state == "joining", "lost"
-        if record.member_ns and now_ns - record.member_ns >= RESTART_SERVED_MS * _MS:
+        joins = self.phase is GroupPhase.GOING and seat in self.members and not record.member_ns
+        served_ns = (stuck_ns or now_ns) - record.member_ns if record.member_ns else 0
+        if served_ns >= RESTART_SERVED_MS * _MS:
             self.forgive(seat)
-        elif self.phase is GroupPhase.GOING and seat in self.members and not record.member_ns:
+        elif joins or (record.member_ns and stuck_ns):
             # Who falls later in the same change may fall with this one, and is not to blame.
-            assert self.change is not None
+            since_ns = self.change.published_ns if joins and self.change else stuck_ns
             record.last_fell_joining = True
             record.fell_joining += 1
-            record.stood_ns += now_ns - self.change.published_ns
+            record.stood_ns += now_ns - since_ns
         if (
             self.members.pop(seat, None) is None
         ):  # it was not in the group yet; perhaps nobody waits for it any more

@@ -165,7 +165,9 @@ class Lives:
             self._tell(process, why, by, detected_ms, now_ns)
         actions: list[Action] = []
         if spec.kind == "worker" and self._core.supervising:
-            actions = self._core.group.lost(spec.seat, f"{name} {why}", detected_ms, now_ns)
+            stuck_ns = process.awaited_ns if by in ("heartbeat", "progress") else 0
+            cause = f"{name} {why}"
+            actions = self._core.group.lost(spec.seat, cause, detected_ms, now_ns, stuck_ns)
         elif spec.kind == "scheduler" and self._core.supervising:
             # Its streams need not wait until it is reaped and the next one is started.
             seat = self._core.group.seats[spec.seat]

@@ -2,10 +2,11 @@
 
 from supervisor.test_core import MS, Story, falls_joining, without_rank_2
 
+from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.limits import GO_ACK_MS, NEWCOMER_STARTS, RESTARTS_MAX
+from phalanx.protocol.limits import BUSY_SILENCE_MS, GO_ACK_MS, NEWCOMER_STARTS, RESTARTS_MAX
 from phalanx.protocol.messages import Error, Restart
-from phalanx.supervisor.events import ChangeAsked, Reaped, Reply
+from phalanx.supervisor.events import ChangeAsked, Observed, Reaped, Reply
 from phalanx.supervisor.group import GroupPhase
 from phalanx.supervisor.process import Stage
 
@@ -76,6 +77,36 @@ def test_one_that_the_others_could_not_do_without_is_not_put_off_when_they_are_b
     story.ready("worker-0").acks(go=story.epoch + 1, seats=(0,))
     assert story.core.group.phase is GroupPhase.RUNNING
     assert seconds_down(story, died_ns) * 1e9 <= worker.due_ns - died_ns + 100 * MS
+
+
+def in_a_circle(story: Story) -> list[int]:
+    """All wait for each other, until one of them counts as lost. Returns whom the group is without."""
+    epoch = story.epoch
+    while story.epoch == epoch:
+        for seat in range(3):
+            name, awaits = f"worker-{seat}", 0b111 & ~(1 << seat)
+            incarnation = story.core.workers[seat].incarnation
+            beat = Observed(name, incarnation, story.now_ns, 5, ProcessPhase.WAITING, awaits)
+            story.feed(beat)
+        story.now_ns += 100 * MS
+        story.actions += story.core.tick(story.now_ns)
+    return [seat for seat in range(3) if seat not in story.core.group.members]
+
+
+def test_one_that_joined_and_cannot_be_reached_is_put_off_and_no_other_one_falls_for_it() -> None:
+    """All stand from its first step on, each waiting for the others: the first of them fell, again and again."""
+    story = without_rank_2()
+    pauses: list[float] = []
+    for _ in range(3):
+        story.ready("worker-2").acks(stop=story.epoch, seats=(0, 1)).acks(go=story.epoch + 1)
+        assert story.core.group.phase is GroupPhase.RUNNING
+        assert in_a_circle(story) == [2]
+        died_ns = story.now_ns
+        story.feed(Reaped("worker-2", story.core.workers[2].incarnation, -9)).wait(100)
+        story.acks(stop=story.epoch, seats=(0, 1)).acks(go=story.epoch + 1, seats=(0, 1))
+        pauses.append(seconds_down(story, died_ns))
+    stood_s = BUSY_SILENCE_MS / 1000
+    assert [round(pause / stood_s) for pause in pauses] == [0, 4, 12], pauses
 
 
 def test_a_restart_that_is_asked_for_begins_anew() -> None:
