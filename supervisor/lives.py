@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
-from phalanx.protocol.limits import RESTART_DELAY_MS_MAX
+from phalanx.protocol.limits import RESTART_DELAY_MS_MAX, RESTART_WINDOW_MS
 from phalanx.protocol.messages import PhaseTime
 from phalanx.protocol.patience import Patience
 from phalanx.supervisor.events import (
@@ -226,7 +226,7 @@ class Lives:
             # Of a node that has never been whole nobody is disturbed, and somebody waits for what comes of it.
             pause_ns = self._core.group.pause_ns(spec.seat) if self._core.ready_s >= 0 else 0
             process.put_off_ns = now_ns if pause_ns else 0
-            if pause_ns > RESTART_DELAY_MS_MAX * _MS:
+            if pause_ns > RESTART_WINDOW_MS * _MS:  # what fits only there does not wait so long
                 actions += self._core.group.refused(spec.seat)
             if pause_ns > delay_ns:
                 delay_ns = pause_ns

@@ -1,6 +1,6 @@
 """Who is put off since its workers fall while they join, and who is not."""
 
-from supervisor.test_core import MS, Story, falls_joining, without_rank_2
+from supervisor.test_core import MS, Story, falls_joining, kept_out, without_rank_2
 
 from phalanx.protocol.board import ProcessPhase
 from phalanx.protocol.errors import ExitCode
@@ -107,6 +107,20 @@ def test_one_that_joined_and_cannot_be_reached_is_put_off_and_no_other_one_falls
         pauses.append(seconds_down(story, died_ns))
     stood_s = BUSY_SILENCE_MS / 1000
     assert [round(pause / stood_s) for pause in pauses] == [0, 4, 12], pauses
+
+
+def test_streams_that_fit_only_there_wait_for_less_than_a_minute() -> None:
+    """They ended with an error from a pause of five seconds on, though the rank came back."""
+    story = without_rank_2()
+    for _ in range(5):
+        falls_joining(story, 200)
+    for pause, out in ((38.4, []), (89.6, [2])):
+        story.ready("worker-2").acks(stop=story.epoch, seats=(0, 1))
+        story.acks(go=story.epoch + 1, seats=(0, 1)).wait(200).dies("worker-2")
+        story.acks(stop=story.epoch, seats=(0, 1)).acks(go=story.epoch + 1, seats=(0, 1))
+        died_ns = story.now_ns
+        assert f"put off by {pause} s" in story.core.workers[2].detail and kept_out(story) == out
+        assert seconds_down(story, died_ns) == pause
 
 
 def test_a_restart_that_is_asked_for_begins_anew() -> None:
