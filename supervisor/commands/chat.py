@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 import msgspec
-from rich.text import Text
+from rich.control import strip_control_codes
+from rich.segment import Segment, Segments
 
 from phalanx.protocol.config import NodeConfig, load_config
 from phalanx.protocol.errors import PhalanxError
@@ -157,13 +158,19 @@ class _Shown:
                 delta = choice["delta"]
                 if thought := delta.get("reasoning_content"):
                     self._thinking = True
-                    console.print(Text(thought, style="dim italic"), end="")
+                    _write(thought, "dim italic")
                 if text := delta.get("content"):
                     if self._thinking:
                         console.print("\n")
                         self._thinking = False
                     self.content += text
-                    console.print(Text(text), end="")
+                    _write(text)
 
     def end(self) -> None:
         console.print()
+
+
+def _write(text: str, style: str = "none") -> None:
+    """As it is. A `Text` would break lines and count tabs anew in each piece in which an answer comes."""
+    segment = Segment(strip_control_codes(text), console.get_style(style))
+    console.print(Segments([segment]), end="", soft_wrap=True)
