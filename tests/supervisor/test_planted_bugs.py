@@ -168,12 +168,12 @@ def forgets_who_became_ready_during_go(patch: pytest.MonkeyPatch) -> None:
 def waits_for_the_dead_in_stop(patch: pytest.MonkeyPatch) -> None:
     right = Group.lost
 
-    def lost(self: Group, seat: int, cause: str, detected_ms: float, now_ns: int) -> list[Action]:
+    def lost(self: Group, seat: int, *more: Any) -> list[Action]:
         if self.phase is GroupPhase.STOPPING and seat in self.members:
             self.seats[seat].state = "lost"
             del self.members[seat]
             return []
-        return right(self, seat, cause, detected_ms, now_ns)
+        return right(self, seat, *more)
 
     patch.setattr(Group, "lost", lost)
 
