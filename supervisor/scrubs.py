@@ -29,6 +29,10 @@ class Scrubs:
     def __init__(self) -> None:
         self._ranks = Scrubbed()
         self._experts: dict[int, ExpertReport] = {}  # by seat
+        self._wrong: set[tuple[int, int]] = (
+            set()
+        )  # workers that held a wrong expert: seat, incarnation
+        self._explained: frozenset[Finding] = frozenset()  # by one of them
 
     def hear(self, report: ScrubReport | ExpertReport) -> list[Doubt]:
         """Whose slots are to be looked at, now that somebody computed otherwise."""
@@ -39,6 +43,7 @@ class Scrubs:
         report = structs.replace(
             report, scrubbed=structs.replace(report.scrubbed, findings=findings)
         )
+        self._wrong |= {(f.seats[0], f.incarnations[0]) for f in findings if len(f.seats) == 1}
         before = self._experts.get(report.seat)
         self._experts[report.seat] = report
         known = before.scrubbed.findings if before is not None else ()
@@ -54,8 +59,18 @@ class Scrubs:
         return structs.replace(scrubbed, findings=found)
 
     def of_ranks(self, workers: Workers) -> Scrubbed:
-        found = tuple(f for f in self._ranks.findings if _alive(f, workers))
+        self._explain(workers)
+        alive = (f for f in self._ranks.findings if _alive(f, workers))
+        found = tuple(f for f in alive if f not in self._explained)
         return structs.replace(self._ranks, findings=found)
+
+    def _explain(self, workers: Workers) -> None:
+        """Ranks that were compared just when a bit of an expert changed differ for that, whichever of them came later.
+        So when the worker that held it is gone, what ranks were found to compute till then blames nobody any more:
+        a device that is broken is found again."""
+        if gone := {worker for worker in self._wrong if workers.get(worker[0]) != worker[1]}:
+            self._wrong -= gone
+            self._explained = frozenset(self._ranks.findings)
 
     def of_experts(self, workers: Workers) -> ExpertsScrubbed:
         """All that workers which still run have told."""

@@ -46,6 +46,29 @@ def test_a_wrong_slot_explains_what_is_computed_with_it() -> None:
     assert len(heard(doubt(0, 1, expert=6), slot(1)).told(WORKERS)) == 2
 
 
+def test_a_wrong_slot_explains_ranks_that_were_compared_when_it_became_wrong() -> None:
+    """An innocent rank was blamed, and the node unhealthy, until that one was started again as well."""
+    blamed = Finding((2,), (1,), (0, 1), "r1", 3)
+    again = WORKERS | {1: 2}  # the worker that held it was started again
+
+    def ranks(scrubs: Scrubs, *findings: Finding) -> None:
+        scrubs.hear(ScrubReport(Scrubbed(9, len(findings), findings)))
+
+    for first in (True, False):  # the comparison told first, or the slot
+        scrubs = heard() if first else heard(slot(1))
+        ranks(scrubs, blamed)
+        scrubs.hear(ExpertReport(1, 1, ExpertsScrubbed(10, 2, (slot(1),))))
+        assert len(scrubs.told(WORKERS)) == 2
+        assert scrubs.told(again) == [] and scrubs.of_ranks(again).findings == ()
+        ranks(scrubs, blamed)  # told once more
+        assert scrubs.told(again) == []
+        ranks(scrubs, Finding((2,), (1,), (0, 1), "r2", 0))
+        assert len(scrubs.told(again)) == 1, "found again: it is broken"
+    scrubs = heard()
+    ranks(scrubs, blamed)
+    assert len(scrubs.told(again)) == 1, "no slot was wrong"
+
+
 def test_of_two_ranks_nobody_can_tell_which_computes_wrong() -> None:
     for doubts in ([doubt(0, 1)], [doubt(0, 1), doubt(1, 0)], [doubt(0, 1), doubt(0, 1, 7)]):
         (told,) = heard(*doubts).told(WORKERS)
@@ -86,8 +109,8 @@ def test_a_worker_that_was_started_again_is_another() -> None:
     scrubs = heard(slot(1), doubt(2, 3))
     scrubs.hear(ScrubReport(Scrubbed(9, 1, (Finding((2,), (1,), (0, 1), "f" * 32, 4),))))
     assert len(scrubs.told(WORKERS)) == 3
-    (told,) = scrubs.told(WORKERS | {1: 2, 3: 2})
-    assert told == (
+    told, slots = scrubs.told(WORKERS | {3: 2})
+    assert slots == HOLDS and told == (
         "the scrubber: worker-2 computes other bits than worker-0 and worker-1 (output 4 of request ffffffff):"
         " is its device broken? phalanx restart worker-2, then phalanx kv clear"
     )
